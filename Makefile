@@ -1,0 +1,32 @@
+# The two commands: `make demo` runs the main job, `make test` every check. Each makes .venv itself.
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test check step-cost clean
+
+demo: .venv/demo.stamp
+	$(BIN)/python examples/digits.py
+
+test: check
+	$(BIN)/python -m pytest -n auto --doctest-modules
+
+# Format, lint and types: the same here and in CI.
+check: .venv/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+step-cost: .venv/dev.stamp
+	$(BIN)/python benchmarks/step_cost.py
+
+# torch goes first, by its exact version, so that nothing else chooses another build of it.
+.venv/%.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,$*]"
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,100 @@
+"""The options of a tuner: one frozen dataclass, checked where it is made."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
+
+# Algorithm 1, line 1: β = (0.9, 0.99, ..., 0.999999).
+PAPER_BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+
+
+class _Values(NamedTuple):
+    """What a preset takes for the options that are left unset."""
+
+    s_init: float | Literal["relative"]
+    s_decay: float
+
+
+_PRESETS: dict[Preset, _Values] = {
+    "default": _Values(s_init="relative", s_decay=0.0),
+    "paper": _Values(s_init=1e-8, s_decay=0.01),  # Algorithm 1, line 1
+    "mechanic-pytorch": _Values(s_init=1e-8, s_decay=0.01),  # its version 0.0.1
+    "optax": _Values(s_init=1e-6, s_decay=0.01),  # optax.contrib.mechanize, 0.2.8
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the tuner. `None` stands for the preset's own value.
+
+    >>> Options(preset="paper").s_init
+    1e-08
+    >>> Options(s_decay=-1.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: s_decay must be a finite number of at least 0, got -1.0. Use 0.01 for the paper's decay, 0 for none.
+    """
+
+    preset: Preset = "default"
+    """Which rule tunes: `default`, or one of the published ones, `paper`, `mechanic-pytorch` and `optax`."""
+
+    s_init: float | Literal["relative"] | None = None
+    """The first non-zero scale: a number, or `"relative"` to the problem (see `tuner.start`)."""
+
+    s_decay: float | None = None
+    """Algorithm 1's λ. A value above 0 makes the result depend on the learning rate that is typed."""
+
+    betas: tuple[float, ...] = PAPER_BETAS
+    """The discount of each tuner; their scales are summed."""
+
+    max_scale: float = math.inf
+    """A cap: the effective learning rate is at most `max_scale` times the one that is typed."""
+
+    skip_nonfinite: bool = True
+    """Skip a step whose gradients hold NaN or inf. Fused optimizers do it without a host
+    synchronisation; for the others on a GPU it costs one scalar a step."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in _PRESETS:
+            known = ", ".join(repr(name) for name in get_args(Preset))
+            raise ValueError(f"preset must be one of {known}, got {self.preset!r}.")
+        preset = _PRESETS[self.preset]
+        if self.s_init is None:
+            object.__setattr__(self, "s_init", preset.s_init)
+        if self.s_decay is None:
+            object.__setattr__(self, "s_decay", preset.s_decay)
+        if not (self.s_init == "relative" or (_is_real(self.s_init) and self.s_init > 0)):
+            raise ValueError(
+                f"s_init must be a finite number above 0 or 'relative', got {self.s_init!r}. "
+                "Leave it out for the preset's own start."
+            )
+        if not (_is_real(self.s_decay) and self.s_decay >= 0):
+            raise ValueError(
+                f"s_decay must be a finite number of at least 0, got {self.s_decay!r}. "
+                "Use 0.01 for the paper's decay, 0 for none."
+            )
+        object.__setattr__(self, "betas", _checked_betas(self.betas))
+        if not (isinstance(self.max_scale, (int, float)) and self.max_scale > 0):
+            raise ValueError(
+                f"max_scale must be a number above 0, got {self.max_scale!r}. Leave it out for no cap."
+            )
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ValueError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}.")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _checked_betas(betas: Iterable[float]) -> tuple[float, ...]:
+    fix = f"Use a sequence of numbers from 0 to 1, such as {PAPER_BETAS}."
+    try:
+        values = tuple(float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise ValueError(f"betas must be a sequence of numbers, got {betas!r}. {fix}") from None
+    if not values or not all(0.0 <= beta <= 1.0 for beta in values):
+        raise ValueError(f"betas must be at least one number from 0 to 1, got {values}. {fix}")
+    return values

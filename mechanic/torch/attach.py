@@ -1,0 +1,250 @@
+"""`mechanize`: an optimizer goes in, the same optimizer comes out, tuned.
+
+The optimizer's class is exchanged for a subclass of it that overrides `step`, the two state-dict
+methods and what pickles it; nothing is proxied. `mechanic.torch.step` has the step itself.
+"""
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar, overload
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.options import PAPER_BETAS, Options, Preset
+from mechanic.torch import checkpoint, vectors
+from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.step import step
+
+O = TypeVar("O", bound=Optimizer)
+
+MECHANISM = "_mechanic"
+"""The attribute of a mechanized optimizer that holds its `Mechanism`."""
+
+
+@overload
+def mechanize(
+    optimizer: O,
+    *,
+    preset: Preset = ...,
+    s_init: float | Literal["relative"] | None = ...,
+    s_decay: float | None = ...,
+    betas: Iterable[float] = ...,
+    max_scale: float = ...,
+    skip_nonfinite: bool = ...,
+) -> O: ...
+@overload
+def mechanize(
+    optimizer: type[O],
+    *,
+    preset: Preset = ...,
+    s_init: float | Literal["relative"] | None = ...,
+    s_decay: float | None = ...,
+    betas: Iterable[float] = ...,
+    max_scale: float = ...,
+    skip_nonfinite: bool = ...,
+) -> type[O]: ...
+def mechanize(
+    optimizer: O | type[O],
+    *,
+    preset: Preset = "default",
+    s_init: float | Literal["relative"] | None = None,
+    s_decay: float | None = None,
+    betas: Iterable[float] = PAPER_BETAS,
+    max_scale: float = float("inf"),
+    skip_nonfinite: bool = True,
+) -> O | type[O]:
+    r"""Tune the learning rate of any optimizer while it trains.
+
+    The learning rates of the groups become ratios under one learned scale, and a schedule its
+    shape; their size no longer matters. The update is
+
+    .. math:: x_{t+1} = x_{ref} + S_{t+1}·Δ_{t+1}, \qquad Δ_{t+1} = \sum_{k \le t} u_k
+
+    where u is what the base optimizer proposes and S is learned (`mechanic.tuner`).
+
+    Args:
+        optimizer: an optimizer, which is changed in place and returned, or a class of them.
+        preset: the rule: the `default`, or `paper`, `mechanic-pytorch` or `optax` as published.
+        s_init: the first scale: a number, or `"relative"` to the problem.
+        s_decay: the paper's λ.
+        betas: the discounts of the tuners.
+        max_scale: a cap: the effective lr is at most this many times the lr that is typed.
+        skip_nonfinite: skip a step whose gradients hold NaN or inf, as a whole.
+
+    Returns:
+        The same optimizer, tuned, or a subclass of the class.
+
+    Raises:
+        ValueError: for a bad option, an optimizer that is mechanized already, or one that cannot be.
+
+    Examples:
+        >>> import torch
+        >>> from mechanic.torch import mechanize, tuner
+        >>> weights = torch.nn.Parameter(torch.ones(8))
+        >>> optimizer = mechanize(torch.optim.AdamW([weights], lr=1.0))
+        >>> isinstance(optimizer, torch.optim.AdamW)
+        True
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     ((weights - 3) ** 2).sum().backward()
+        ...     optimizer.step()
+        >>> bool(((weights - 3).abs() < 0.1).all())
+        True
+        >>> 0.001 < tuner(optimizer).suggest_lr()[0] < 1
+        True
+
+    References:
+        Cutkosky, Defazio and Mehta, "Mechanic: A Learning Rate Tuner", 2023.
+    """
+    options = Options(
+        preset=preset,
+        s_init=s_init,
+        s_decay=s_decay,
+        betas=betas,  # type: ignore[arg-type]
+        max_scale=max_scale,
+        skip_nonfinite=skip_nonfinite,
+    )
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        _refuse_twice(optimizer)
+        return mechanized_class(optimizer, options)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"mechanize takes a torch.optim.Optimizer or a class of them, got {optimizer!r}. "
+            "Write mechanize(torch.optim.AdamW(model.parameters(), lr=1.0))."
+        )
+    base = type(optimizer)
+    _refuse_twice(base)
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise ValueError(
+            f"{base.__name__} wraps another optimizer, and a step of it need not be a step of that "
+            "one. Mechanize the inner optimizer before it is wrapped."
+        )
+    optimizer.__class__ = mechanized_class(base, options)
+    _attach(optimizer, options)
+    return optimizer
+
+
+class Mechanized(Optimizer):
+    """What a mechanized optimizer does differently from its base."""
+
+    _base: type[Optimizer]
+    _options: Options
+    _mechanic: Mechanism
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state, each parameter's displacement, and in every group the tuner."""
+        checkpoint.publish(self, self._mechanic)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on exactly where a checkpoint left off, or, from a plain optimizer's, start tuning.
+
+        Raises:
+            ValueError: if the checkpoint is of another model or tuner. Nothing is loaded then.
+        """
+        with checkpoint.restoring(self, self._mechanic):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch leaves out what a subclass keeps as attributes (a fused base's flags, Lion's
+        # settings); a copy needs them. Hooks stay behind, as torch has it.
+        own = {
+            k: v for k, v in vars(self).items() if not k.startswith("_optimizer_") and k != "step"
+        }
+        return own | super().__getstate__()
+
+
+def _attach(optimizer: Optimizer, options: Options) -> None:
+    devices = [param.device for group in optimizer.param_groups for param in group["params"]]
+    mechanism = Mechanism(options, vectors.home_of(devices))
+    setattr(optimizer, MECHANISM, mechanism)
+    optimizer._patch_step_function()
+    rewrap_step(optimizer)
+    mechanism.publish_rates(optimizer)
+    checkpoint.publish(optimizer, mechanism)
+
+
+def rewrap_step(optimizer: Optimizer) -> None:
+    """Make a scheduler's patch of `optimizer.step` call the step of the present class.
+
+    A scheduler replaces `step` on the instance by a function that notes the call (`_opt_called`)
+    and runs the step of the class that the optimizer had then.
+    """
+    patched = vars(optimizer).pop("step", None)
+    if patched is None:
+        return
+    if not hasattr(patched, "_wrapped_by_lr_sched"):
+        optimizer.step = patched  # type: ignore[method-assign]
+        raise ValueError(
+            f"the step of this {type(optimizer).__name__} was replaced on the instance, by {patched!r}, "
+            "which would bypass the tuner. Call mechanize before whatever replaces it."
+        )
+    optimizer_ref = ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        own = optimizer_ref()
+        own._opt_called = True  # type: ignore[union-attr]
+        return type(own).step(own, *args, **kwargs)  # type: ignore[arg-type]
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = tracked  # type: ignore[method-assign]
+
+
+def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step without the call of step hooks that torch wraps around it: the mechanized step has
+    its own, and hooks should run once."""
+    wrapped: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return wrapped if getattr(function, "hooked", False) else function
+
+
+class _Picklable(type):
+    """Classes that are made on the fly, and pickled as how to make them again."""
+
+
+def _reduce(cls: Any) -> tuple[Callable[..., type], tuple[type, Options]]:
+    return mechanized_class, (cls._base, cls._options)
+
+
+copyreg.pickle(_Picklable, _reduce)  # type: ignore[arg-type]
+
+
+@functools.cache
+def mechanized_class(base: type[O], options: Options) -> type[O]:
+    """The subclass of `base` whose instances are mechanized; one for each pair."""
+    base_step = unhooked(base.step)
+
+    @functools.wraps(base.__init__)
+    def init(self: Mechanized, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
+        _attach(self, options)
+
+    @functools.wraps(base_step)
+    def mechanized_step(self: Mechanized, *args: Any, **kwargs: Any) -> Any:
+        return step(self, self._mechanic, base_step, args, kwargs)
+
+    metaclass: type = _Picklable
+    if type(base) is not type:
+        metaclass = type("_Picklable", (_Picklable, type(base)), {})
+        copyreg.pickle(metaclass, _reduce)  # type: ignore[arg-type]
+    body = {
+        "__doc__": f"{base.__name__}, mechanized.",
+        "__module__": "mechanic.torch",
+        "__init__": init,
+        "step": mechanized_step,
+        "_base": base,
+        "_options": options,
+    }
+    return metaclass(base.__name__, (Mechanized, base), body)  # type: ignore[no-any-return]
+
+
+def _refuse_twice(base: type[Optimizer]) -> None:
+    if issubclass(base, Mechanized):
+        raise ValueError(
+            f"this {base.__name__} is mechanized already, and its scale would be tuned twice. "
+            "Call mechanize once; tuner(optimizer).detach() gives the plain optimizer back."
+        )

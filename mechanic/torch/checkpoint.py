@@ -1,0 +1,155 @@
+"""The tuner in an optimizer's state dict: plain tensors, numbers and strings.
+
+A parameter's displacement stands in its state, the tuner in every group: that is what torch's own
+checkpointing, distributed or not, carries along. Written as plain numbers the tuner compares equal
+to itself, which the distributed one asks for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic import tuner
+from mechanic.torch import vectors
+from mechanic.torch.mechanism import DISPLACEMENT, EFFECTIVE_LR, Mechanism
+
+TUNER = "mechanic"
+"""The key of the tuner in `param_groups`."""
+
+_SCALARS = ("scale", "share", "reference_square")
+_COUNTERS = ("steps", "skipped", "skipped_in_a_row")
+
+
+def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
+    """Write the tuner into the groups."""
+    saved = _save(mechanism)
+    for group in optimizer.param_groups:
+        group[TUNER] = saved
+
+
+def strip(optimizer: Optimizer) -> None:
+    """Take everything that belongs to the tuner out of an optimizer."""
+    for group in optimizer.param_groups:
+        group.pop(TUNER, None)
+        group.pop(EFFECTIVE_LR, None)
+    for param, state in list(optimizer.state.items()):
+        if state.pop(DISPLACEMENT, None) is not None and not state:
+            del optimizer.state[param]
+
+
+@contextmanager
+def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
+    """Around the base's `load_state_dict`: check the checkpoint before anything is loaded, keep
+    the displacements from being cast to the parameters' dtype, and load the tuner.
+
+    It is done in hooks, so that the user's own hooks before it have had their say on the state
+    dict, and those after it find everything loaded.
+    """
+    saved: dict[str, Any] = {}
+    displacements: dict[Tensor, Tensor] = {}
+
+    def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        _check_groups(optimizer, state_dict)
+        saved.update(state_dict["param_groups"][0].get(TUNER, {}))
+        _check_tuner(mechanism, saved)
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        state = dict(state_dict["state"])
+        for key, param in zip(ids, params, strict=True):
+            if DISPLACEMENT in state.get(key, {}):
+                own = dict(state[key])
+                displacement = own.pop(DISPLACEMENT)
+                _check_displacement(optimizer, key, param, displacement)
+                if saved:
+                    displacements[param] = displacement
+                state[key] = own
+        return {**state_dict, "state": {key: own for key, own in state.items() if own != {}}}
+
+    def put_back(_: Optimizer) -> None:
+        for param, displacement in displacements.items():
+            to = dict(dtype=vectors.displacement_dtype(param), device=param.device)
+            optimizer.state[param][DISPLACEMENT] = displacement.to(**to, copy=True)
+        if saved:
+            _load(mechanism, saved)
+        else:
+            mechanism.__init__(mechanism.options, mechanism.scale.device)
+        mechanism.publish_rates(optimizer)
+        publish(optimizer, mechanism)
+
+    before = optimizer.register_load_state_dict_pre_hook(take_out)
+    after = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _save(mechanism: Mechanism) -> dict[str, Any]:
+    if mechanism.scale.device.type == "meta":
+        return {}
+    return {
+        "preset": mechanism.options.preset,
+        **{name: value.tolist() for name, value in mechanism.state._asdict().items()},
+        **{name: getattr(mechanism, name).tolist() for name in _SCALARS},
+        "size": mechanism.size,
+        "frozen": mechanism.frozen,
+        **{name: getattr(mechanism, name).tolist() for name in _COUNTERS},
+    }
+
+
+def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+    like = mechanism.scale
+    to = dict(dtype=like.dtype, device=like.device)
+    mechanism.state = tuner.State(
+        *(torch.tensor(saved[name], **to) for name in tuner.State._fields)
+    )
+    for name in _SCALARS:
+        setattr(mechanism, name, torch.tensor(saved[name], **to))
+    mechanism.size, mechanism.frozen = saved["size"], saved["frozen"]
+    for name in _COUNTERS:
+        setattr(mechanism, name, torch.tensor(saved[name], dtype=torch.int64, device=like.device))
+
+
+def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    if own != saved:
+        raise ValueError(
+            f"the checkpoint is of another model: its groups hold {saved} parameters, this optimizer's "
+            f"{own}. Nothing was loaded."
+        )
+
+
+def _check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+    if not saved:
+        return
+    options = mechanism.options
+    own = {"preset": options.preset, "betas": list(options.betas)}
+    theirs = {"preset": saved["preset"], "betas": saved["beta"]}
+    differing = [name for name in own if own[name] != theirs[name]]
+    if differing:
+        what = " and ".join(f"{name}={theirs[name]!r} (here {own[name]!r})" for name in differing)
+        fix = ", ".join(f"{name}={theirs[name]!r}" for name in differing)
+        raise ValueError(
+            f"the checkpoint is of another tuner: it was made with {what}. Nothing was loaded. "
+            f"Call mechanize(optimizer, {fix}) to go on from it."
+        )
+
+
+def _check_displacement(
+    optimizer: Optimizer, key: Any, param: Tensor, displacement: Tensor
+) -> None:
+    expected = vectors.displacement_shape(param)
+    if tuple(displacement.shape) != expected:
+        names = chain.from_iterable(g.get("param_names", []) for g in optimizer.param_groups)
+        name = dict(enumerate(names)).get(key, key)
+        raise ValueError(
+            f"the checkpoint is of another model: the displacement of parameter {name} has shape "
+            f"{tuple(displacement.shape)} in it, but the parameter needs {expected}. Nothing was loaded."
+        )

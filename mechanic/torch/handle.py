@@ -1,0 +1,144 @@
+"""The handle on a mechanized optimizer's tuner."""
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mechanic.torch import checkpoint
+from mechanic.torch.attach import MECHANISM, Mechanized, rewrap_step
+from mechanic.torch.mechanism import Mechanism
+
+# Learning rates, beside lr itself, that torch's schedulers keep in the groups and in themselves.
+_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+_SCHEDULER_RATES = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
+
+
+def tuner(optimizer: Optimizer) -> "Tuner":
+    """The handle on the tuner of a mechanized optimizer.
+
+    Raises:
+        ValueError: if the optimizer is not mechanized.
+    """
+    if not isinstance(optimizer, Mechanized):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is not mechanized, so it has no tuner. "
+            "Write optimizer = mechanize(optimizer) first."
+        )
+    return Tuner(optimizer)
+
+
+class Tuner:
+    """What a mechanized optimizer has learned, and how to stop it learning.
+
+    >>> import torch
+    >>> from mechanic.torch import mechanize, tuner
+    >>> weights = torch.nn.Parameter(torch.ones(3))
+    >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0, momentum=0.9))
+    >>> for _ in range(20):
+    ...     weights.grad = weights.detach() - 2
+    ...     optimizer.step()
+    >>> sorted(tuner(optimizer).metrics())  # doctest: +NORMALIZE_WHITESPACE
+    ['effective_lr/0', 'reward', 'scale', 'scales', 'signal', 'skipped', 'steps']
+    >>> float(tuner(optimizer).scale) > 0
+    True
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        mechanism = getattr(self._optimizer, MECHANISM, None)
+        if mechanism is None:
+            raise ValueError(
+                "this optimizer was detached from its tuner; mechanize it anew to tune it."
+            )
+        return mechanism  # type: ignore[no-any-return]
+
+    @property
+    def scale(self) -> Tensor:
+        """The learned scale S, a 0-d tensor on the parameters' device."""
+        return self._mechanism.scale
+
+    @property
+    def effective_lr(self) -> list[Tensor]:
+        """The learning rate in force, one a group: the scale times the group's lr."""
+        return self._mechanism.effective_lr(self._optimizer)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the scale is held."""
+        return self._mechanism.frozen
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Everything worth logging, as tensors on the device: nothing waits until one is read.
+
+        `scales` and `reward` have one number for each β; `signal` is ⟨Δ, g⟩, negative while a
+        larger scale would have been better.
+        """
+        mechanism = self._mechanism
+        rates = {f"effective_lr/{i}": rate for i, rate in enumerate(self.effective_lr)}
+        return {
+            "scale": mechanism.scale,
+            **rates,
+            "signal": mechanism.signal,
+            "scales": mechanism.state.s,
+            "reward": mechanism.state.r,
+            "steps": mechanism.steps,
+            "skipped": mechanism.skipped,
+        }
+
+    def freeze(self) -> None:
+        """Hold the scale where it is; the base goes on with the learning rate it has."""
+        self._mechanism.frozen = True
+
+    def unfreeze(self) -> None:
+        """Go on tuning, from what was known when the scale was frozen."""
+        self._mechanism.frozen = False
+
+    def suggest_lr(self) -> list[float]:
+        """The learning rate to type for the plain optimizer, one a group.
+
+        Where a schedule runs, it is the rate to start the schedule with.
+        """
+        scale = float(self.scale)
+        groups = self._optimizer.param_groups
+        return [scale * float(group.get("initial_lr", group.get("lr", 1.0))) for group in groups]
+
+    def detach(self) -> Optimizer:
+        """Give the plain optimizer back: the same object, of its own class again, with its own
+        state, the learned lr in its groups, and its schedules at the learned scale."""
+        optimizer, scale = self._optimizer, float(self.scale)
+        base = type(optimizer)._base  # type: ignore[attr-defined]
+        checkpoint.strip(optimizer)
+        delattr(optimizer, MECHANISM)
+        optimizer.__class__ = base
+        optimizer._patch_step_function()
+        rewrap_step(optimizer)
+        for scheduler in _schedulers_of(optimizer):
+            _rescale(vars(scheduler), _SCHEDULER_RATES, scale)
+        for group in optimizer.param_groups:
+            _rescale(group, _GROUP_RATES, scale)
+        return optimizer
+
+
+def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
+    """An optimizer does not know its schedulers, so they are looked for."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
+    return [scheduler for scheduler in found if getattr(scheduler, "optimizer", None) is optimizer]
+
+
+def _rescale(rates: dict[str, Any], names: tuple[str, ...], scale: float) -> None:
+    for name in names:
+        if name in rates:
+            rates[name] = _times(rates[name], scale)
+
+
+def _times(rate: Any, scale: float) -> Any:
+    if isinstance(rate, (list, tuple)):
+        return type(rate)(_times(one, scale) for one in rate)
+    return rate * scale

@@ -1,0 +1,117 @@
+"""What a mechanized optimizer carries beside its own state: the tuner's scalars, on the device."""
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic import tuner
+from mechanic.options import Options
+from mechanic.torch import vectors
+
+DISPLACEMENT = "mechanic_displacement"
+"""The key of a parameter's displacement in `optimizer.state[parameter]`."""
+
+EFFECTIVE_LR = "effective_lr"
+"""The key in `param_groups` under which loggers find the learning rate that is in force."""
+
+PATIENCE = 10
+"""Warn when so many steps in a row were skipped."""
+
+
+class Mechanism:
+    """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device."""
+
+    def __init__(self, options: Options, home: torch.device) -> None:
+        dtype = vectors.scalar_dtype(home)
+        zero = torch.zeros((), dtype=dtype, device=home)
+        self.options = options
+        self.state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
+        self.scale: Tensor = self.state.s.sum()
+        self.share = zero + 1
+        """Δ is this share of what the optimizer's state stores"""
+        self.signal = zero
+        """⟨Δ, g⟩ of the last step"""
+        self.reference_square = zero
+        """‖x‖² of the parameters when they were first seen"""
+        self.size = 0
+        """The number of elements behind `reference_square`"""
+        self.steps = torch.zeros((), dtype=torch.int64, device=home)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=home)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=home)
+        self.frozen = False
+        self._skips_on_host = 0
+        self._calls = 0
+        self._warned = False
+        self._seen: Tensor | None = None
+
+    def to(self, home: torch.device) -> None:
+        """Follow the parameters to another device."""
+        if self.scale.device == home:
+            return
+        dtype = vectors.scalar_dtype(home)
+        self.state = tuner.State(*(value.to(home, dtype) for value in self.state))
+        for name in ("scale", "share", "signal", "reference_square"):
+            setattr(self, name, getattr(self, name).to(home, dtype))
+        for name in ("steps", "skipped", "skipped_in_a_row"):
+            setattr(self, name, getattr(self, name).to(home))
+        self._seen = None
+
+    def count(self, finite: Tensor | bool) -> None:
+        """Count a step as done or skipped, and warn, once, when many are skipped in a row."""
+        if finite is True:
+            self.steps = self.steps + 1
+            if self._skips_on_host:
+                self._skips_on_host = 0
+                self.skipped_in_a_row = torch.zeros_like(self.skipped)
+            return
+        done = torch.as_tensor(finite, device=self.steps.device).to(torch.int64)
+        self.steps = self.steps + done
+        self.skipped = self.skipped + (1 - done)
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * (1 - done)
+        if finite is False:
+            self._skips_on_host += 1
+            if self._skips_on_host == PATIENCE:
+                self._warn(PATIENCE)
+        elif self.steps.device.type != "meta":
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """Look at the count now and then, through a copy in host memory that the device writes
+        when it comes to it: no step waits, and the warning may come a few steps late."""
+        self._calls += 1
+        if self._calls % PATIENCE:
+            return
+        if self._seen is None:
+            pinned = self.steps.device.type == "cuda"
+            self._seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
+        self._seen.copy_(self.skipped_in_a_row, non_blocking=True)
+        count = self._seen.tolist()
+        if count < PATIENCE:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            self._warn(count)
+
+    @staticmethod
+    def _warn(count: int) -> None:
+        warnings.warn(
+            f"mechanic: the last {count} steps were skipped, because their gradients held NaN or "
+            "inf, and the weights have not moved since. Look for a loss that overflows (half "
+            "precision without GradScaler, a logarithm of 0, a division by 0); if the effective "
+            "learning rate has grown too large, limit it with max_scale=.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def publish_rates(self, optimizer: Optimizer) -> None:
+        """Write the learning rates in force into the groups, for loggers that look there."""
+        for group, rate in zip(optimizer.param_groups, self.effective_lr(optimizer), strict=True):
+            group[EFFECTIVE_LR] = rate
+
+    def effective_lr(self, optimizer: Optimizer) -> list[Tensor]:
+        """The learning rate in force, one a group: the scale times the group's own lr."""
+        scale = self.scale.to(torch.float32)
+        lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+        return [scale * (lr.to(scale) if isinstance(lr, Tensor) else lr) for lr in lrs]

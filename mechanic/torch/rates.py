@@ -1,0 +1,85 @@
+"""The learning rate that a base is run at.
+
+Where a base's update is proportional to its learning rate, it need not be run at the one that is
+typed. Run at 1e-6, the update would be rounding noise beside the parameter it is added to (in
+bfloat16 that is so at 1e-3 already), and the result would depend on the lr. So such a base is run
+at the typed lr times a power of two, near 2^16, and what it proposes is divided by that power
+again, which is exact.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_UNIT = 16  # the base is run at 2^15 to 2^16: its update then outweighs the parameter
+_UNIT_HALF = 4  # for float16, whose largest number is 65,504
+
+# Steps whose update is proportional to lr, with no lr in their state; tests/test_bases.py checks
+# each of them. Others, such as Adafactor's with its min(lr, 1/√t), are run at the lr that is typed.
+_PROPORTIONAL = {
+    "torch.optim.adadelta.Adadelta.step",
+    "torch.optim.adagrad.Adagrad.step",
+    "torch.optim.adam.Adam.step",
+    "torch.optim.adamax.Adamax.step",
+    "torch.optim.nadam.NAdam.step",
+    "torch.optim.radam.RAdam.step",
+    "torch.optim.rmsprop.RMSprop.step",
+    "torch.optim.sgd.SGD.step",
+    "torch.optim.sparse_adam.SparseAdam.step",
+    "torch.optim._muon.Muon.step",
+    "lion_pytorch.lion_pytorch.Lion.step",
+    "torchao.optim.adam._AdamBase.step",
+}
+
+
+class Rate(NamedTuple):
+    """How one group takes part in a step."""
+
+    live: bool | Tensor
+    """Whether the group's lr is above 0: at 0 its parameters stay where they are"""
+    base_lr: float | Tensor | None
+    """The lr that the base is run at; None where the group has no lr"""
+    unit: float | Tensor
+    """What the base's proposal is multiplied with to give its update at the lr that is typed"""
+
+
+def is_proportional(step: Callable[..., Any]) -> bool:
+    """Whether the update of a base with this step is known to be proportional to its lr."""
+    return f"{step.__module__}.{step.__qualname__}" in _PROPORTIONAL
+
+
+def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
+    """The rate of a group, whose lr may be a number or a tensor."""
+    lr = group.get("lr")
+    if lr is None:
+        return Rate(live=True, base_lr=None, unit=1.0)
+    if not proportional:
+        return Rate(live=lr != 0, base_lr=lr, unit=1.0)
+    half = any(param.dtype == torch.float16 for param in group["params"])
+    target = _UNIT_HALF if half else _UNIT
+    if isinstance(lr, Tensor):
+        exponent = target - torch.frexp(lr).exponent
+        one = torch.ones_like(lr)
+        return Rate(lr != 0, lr * torch.ldexp(one, exponent), torch.ldexp(one, -exponent))
+    exponent = target - math.frexp(lr)[1]
+    return Rate(lr != 0, math.ldexp(lr, exponent), math.ldexp(1.0, -exponent))
+
+
+@contextmanager
+def at_base_rates(optimizer: Optimizer, rates: list[Rate]) -> Iterator[None]:
+    """The groups at the learning rates that the base is run at; the typed ones come back after."""
+    typed = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate.base_lr is not None:
+                group["lr"] = rate.base_lr
+        yield
+    finally:
+        for group, lr in zip(optimizer.param_groups, typed, strict=True):
+            if lr is not None:
+                group["lr"] = lr

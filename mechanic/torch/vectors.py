@@ -1,0 +1,188 @@
+"""The passes over the parameters: the sums that the tuner reads, and the update it scales.
+
+This is the plain path: torch operators on lists of tensors, on any device, with no host
+synchronisation. A parameter's displacement is float32 (float64 for float64 parameters) and has the
+parameter's shape; complex numbers stand in it as pairs of real ones.
+
+It is stored up to one factor for all parameters, Δ = share·stored, so that a rule that forgets a
+part of Δ changes a number instead of passing over the parameters.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
+# passes (on a CPU; docs/performance.md has the times).
+_SMALL = 1 << 14
+
+
+class Batch(NamedTuple):
+    """Parameters with gradients, of one group, device and dtype; all tensors are real."""
+
+    group: int
+    owners: list[Tensor]
+    """The parameters themselves, which key the optimizer's state"""
+    params: list[Tensor]
+    grads: list[Tensor]
+    displacements: list[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the displacements."""
+        return self.displacements[0].dtype
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a parameter cannot hold what is added to it as exactly as its displacement can."""
+        return self.params[0].dtype != self.dtype
+
+
+class Coefficients(NamedTuple):
+    """How a step moves the parameters of a batch, p being what the base proposed:
+    x ← x + grow·stored + scale·p and then stored ← stored + gain·p."""
+
+    grow: Tensor
+    scale: Tensor
+    gain: Tensor
+
+    def like(self, batch: Batch) -> "Coefficients":
+        return Coefficients(*(value.to(batch.device, batch.dtype) for value in self))
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers; a real one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def new_displacement(param: Tensor) -> Tensor:
+    """A displacement of zero."""
+    return torch.zeros_like(real(param.detach()), dtype=displacement_dtype(param))
+
+
+def displacement_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's displacement."""
+    return torch.float64 if param.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def displacement_shape(param: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter's displacement."""
+    return (*param.shape, 2) if param.is_complex() else tuple(param.shape)
+
+
+def inner(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+    """⟨a, b⟩ of each pair, in the dtype of `a`, which is dense; `b` may be sparse."""
+    return [_inner(*pair) for pair in zip(a, b, strict=True)]
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    if b.is_sparse:
+        b = b.coalesce()
+        a, b = a.sparse_mask(b).values(), b.values()
+    if b.dtype != a.dtype:
+        b = b.to(a.dtype)
+    if a.numel() > _SMALL and a.is_contiguous() and b.is_contiguous():
+        return torch.dot(a.view(-1), b.view(-1))
+    return torch.mul(a, b).sum()
+
+
+def squares(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """‖a‖² of each tensor, in `dtype`; they may be sparse."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    norms = torch._foreach_norm([t.to(dtype) for t in dense])
+    return list(torch._foreach_mul(norms, norms))
+
+
+def total(terms: Iterable[Tensor], home: torch.device) -> Tensor:
+    """The sum of scalars that live on any device, in the dtype of `home`'s scalars."""
+    dtype = scalar_dtype(home)
+    of_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for term in terms:
+        if term.device.type != "meta" or home.type == "meta":
+            of_kind.setdefault((term.device, term.dtype), []).append(term)
+    sums = [torch.stack(own).sum(dtype=dtype) for own in of_kind.values()]
+    if not sums:
+        return torch.zeros((), dtype=dtype, device=home)
+    return torch.stack([own.to(home, non_blocking=True) for own in sums]).sum()
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """float64, so that h² neither overflows nor vanishes; float32 where there is none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def home_of(devices: Iterable[torch.device]) -> torch.device:
+    """Where the tuner's scalars live: with the parameters, on an accelerator if one holds any."""
+    found = list(dict.fromkeys(devices))
+    for kind in ("meta", "cpu"):
+        found = [device for device in found if device.type != kind] or found
+    return found[0]
+
+
+def propose(batch: Batch, before: list[Tensor]) -> list[Tensor]:
+    """The square of what the base added to each parameter. That proposal is left in the
+    parameter, where it can hold it."""
+    if batch.is_narrow:
+        return squares(
+            [p.to(batch.dtype) - x for p, x in zip(batch.params, before, strict=True)], batch.dtype
+        )
+    torch._foreach_sub_(batch.params, before)
+    return squares(batch.params, batch.dtype)
+
+
+def apply(batch: Batch, before: list[Tensor], by: Coefficients, step: Tensor) -> None:
+    """Play the next point. On entry the parameters hold what `propose` left there."""
+    params, stored, count = batch.params, batch.displacements, len(before)
+    if batch.is_narrow:
+        for param, x, delta in zip(params, before, stored, strict=True):
+            proposal = param.to(delta.dtype) - x
+            point = x.to(delta.dtype).addcmul_(delta, by.grow).addcmul_(proposal, by.scale)
+            delta.addcmul_(proposal, by.gain)
+            param.copy_(dither(point, param.dtype, step))
+        return
+    torch._foreach_addcmul_(before, stored, [by.grow] * count)
+    torch._foreach_addcmul_(stored, params, [by.gain] * count)
+    if sum(param.numel() for param in params) > count * _SMALL:
+        for param, x in zip(params, before, strict=True):
+            torch.addcmul(x, param, by.scale, out=param)
+    else:
+        torch._foreach_addcmul_(before, params, [by.scale] * count)
+        torch._foreach_copy_(params, before)
+
+
+def apply_recorded(batch: Batch, before: list[Tensor], by: Coefficients) -> list[Tensor]:
+    """`apply` for autograd to record, the coefficients taken as constants; returns the next
+    displacements. On entry the parameters are where the base has put them."""
+    moved = []
+    for param, x, delta in zip(batch.params, before, batch.displacements, strict=True):
+        proposal = param - x
+        param.copy_(x + by.grow * delta + by.scale * proposal)
+        moved.append(delta + by.gain * proposal)
+    return moved
+
+
+def dither(point: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
+    """Round to a narrow dtype so that many small steps add up to what they should.
+
+    Rounding to nearest would swallow every step below half a unit in the last place. Here an
+    element is rounded down or up in proportion to where it lies between its neighbours, against
+    a threshold that runs evenly through [0, 1) from step to step and from element to element
+    (Roberts' R2 sequence), so that it is reproducible and needs no random state. A value that
+    `dtype` can represent is left as it is.
+    """
+    info = torch.finfo(dtype)
+    digits = 1 - round(math.log2(info.eps))
+    smallest = max(round(math.log2(info.smallest_normal * info.eps)), -126)
+    exponent = torch.frexp(point).exponent - digits
+    unit = torch.exp2(exponent.clamp_(min=smallest).to(point.dtype))
+    index = torch.arange(point.numel(), device=point.device).view(point.shape)
+    sequence = index * 0xC13FA9A9 + step.to(point.device) * 0x91E10DA5  # 2³²/ρ and 2³²/ρ²
+    threshold = (sequence >> 8 & 0xFFFFFF).to(point.dtype) / (1 << 24)
+    return (point / unit).add_(threshold).floor_().mul_(unit).to(dtype)

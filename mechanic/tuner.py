@@ -1,0 +1,260 @@
+"""The scalar part of Mechanic: what a step measures goes in, the next scale comes out.
+
+Start reading here. Everything is a pure function of a small state, written for NumPy, torch
+and JAX arrays alike, in the letters of the paper (Cutkosky, Defazio, Mehta: "Mechanic: A
+Learning Rate Tuner"):
+
+    =======  ==========================================================================
+    letter   meaning, and its word elsewhere in this package
+    =======  ==========================================================================
+    x_t, g_t the parameters, and the gradient there
+    u_t      the update that the base optimizer proposes
+    Δ_t      the sum of the updates before step t (`displacement`)
+    S_t      the sum of the scales s_t: x_t = x_ref + S_t·Δ_t (`scale`)
+    h_t      ⟨Δ_t, g_t⟩, the derivative of the loss along the displacement
+    m, v, r  its largest size, sum of squares and collected reward, discounted by β
+    =======  ==========================================================================
+
+A rule maps `(options, state, sums)` to `(state, keep)`: the next state, whose scales the
+next parameters are made with, and the share of Δ_t that stays (1 in the paper),
+
+    Δ_{t+1} = keep·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
+
+`docs/algorithm.md` lists each place where a rule leaves the paper's text, and why.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from mechanic.options import Options, Preset
+
+Array: TypeAlias = Any
+"""A NumPy, torch or JAX array; there is no common type to name."""
+
+# The constants of the default rule, the same for every task: chosen on small problems with SGD,
+# AdamW and Lion, and confirmed on held-out ones. docs/algorithm.md has the scores.
+START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
+FLOOR = 0.01  # a parameter counts as at least this large: zero-initialised ones must start too
+CLIP = 3.0  # one outlier of h counts as at most so many times the largest h before it
+SHRINK = 0.5  # the scale falls at most by this factor a step
+FORGET = 0.05  # γ: a new maximum of the scale amplifies the past by at most 1 + γ
+
+EPS = 1e-8  # the ε of the two codes of the paper's authors
+
+
+class Sums(NamedTuple):
+    """What one step measures, over all parameters: `dx`, `gg` and `xx` for a decay above 0, `uu`,
+    `x1` and `d` for a relative start. Those that are not needed may be 0."""
+
+    dg: Array
+    """⟨Δ_t, g_t⟩"""
+    dx: Array
+    """⟨Δ_t, x_t⟩"""
+    gg: Array
+    """‖g_t‖²"""
+    xx: Array
+    """‖x_t‖²"""
+    uu: Array
+    """‖u_t‖²"""
+    x1: Array
+    """‖x_1‖²: of each parameter when it was first seen"""
+    d: Array
+    """The number of parameters behind `x1`"""
+
+
+class State(NamedTuple):
+    """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t."""
+
+    beta: Array
+    m: Array
+    v: Array
+    r: Array
+    s: Array
+    M: Array
+    """The largest S so far (default rule)"""
+    U: Array
+    """The largest ‖u‖ so far (relative start)"""
+
+
+def init(options: Options, beta: Array) -> State:
+    """Algorithm 1, lines 2 to 4. `beta` is `options.betas` as an array of any library."""
+    zero = 0.0 * beta
+    m, s = zero, zero
+    if options.preset == "mechanic-pytorch":
+        m = zero + 1e-6
+    elif options.preset == "optax" and options.s_init != "relative":
+        s = zero + options.s_init
+    return State(beta=beta, m=m, v=zero, r=zero, s=s, M=zero.sum(), U=zero.sum())
+
+
+def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    """One step of the rule that `options.preset` names, and the cap.
+
+    >>> import numpy as np
+    >>> options = Options(preset="paper", betas=(0.9,), s_decay=0.0)
+    >>> state = init(options, np.array(options.betas))
+    >>> for dg in (0.0, -2.0, -2.0):  # along Δ the loss falls, so the scale grows
+    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 1))))
+    >>> round(float(state.s.sum() / options.s_init), 3)
+    1.487
+    """
+    state, keep = RULES[options.preset].update(options, state, sums)
+    if options.max_scale < math.inf:
+        state = state._replace(s=state.s / _max(state.s.sum() / options.max_scale, 1.0))
+    return state, keep
+
+
+def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
+    n, S = len(beta), s.sum()
+    sigma, U = start(options, U, sums)
+    h = _signal(options, S, sums)
+    h = xp.where(m > 0, xp.clip(h + 0 * m, -CLIP * m, CLIP * m), h)
+    m = _max(beta * m, abs(h))
+    v = beta**2 * v + h**2
+    r = _max(beta * r - s * h, 0.0)
+    s = xp.where(v > 0, _divide(sigma * m / n + r, xp.sqrt(v)), sigma / n)
+    s = s * _max(_divide(SHRINK * S, s.sum()), 1.0)
+    largest = _max(s.sum(), M)
+    keep = 1 / _max(_divide(largest, (1 + FORGET) * M), 1.0)
+    return State(beta, m, v, r, s, largest, U), keep
+
+
+def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
+    sigma, U = start(options, U, sums)
+    h = _signal(options, s.sum(), sums)  # line 10
+    m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
+    v = beta**2 * v + h**2  # line 12
+    r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
+    W = sigma * m / len(beta) + r  # line 15
+    s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
+    return State(beta, m, v, r, s, M, U), M * 0 + 1
+
+
+def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
+    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
+    sigma, U = start(options, U, sums)
+    S = s.sum()
+    keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
+    decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
+    h = keep * (sums.dg + decay)
+    m = _max(beta * m, abs(h))
+    v = beta**2 * v + h**2
+    r = _max(beta * r - s * h, 0.0)
+    s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
+    return State(beta, m, v, r, s, M, U), keep
+
+
+def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    """optax.contrib.mechanize 0.2.8."""
+    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
+    sigma, U = start(options, U, sums)
+    S = s.sum()
+    keep = S / (S + EPS)
+    decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
+    h = keep * (sums.dg + decay)
+    r = beta * r - s * xp.clip(h + 0 * m, -m, m)  # the stored reward may be negative
+    m = _max(beta * m, abs(h) + EPS)
+    v = beta**2 * v + h**2
+    W = sigma * m / len(beta) + _max(r, 0.0)
+    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U), keep
+
+
+class Rule(NamedTuple):
+    """A rule, and where it reads its sums."""
+
+    update: Callable[[Options, State, Sums], tuple[State, Array]]
+    decays_after_base: bool = False
+    """The decay's `dx` and `xx` are taken at x_t + u_t"""
+
+
+RULES: dict[Preset, Rule] = {
+    "default": Rule(_default),
+    "paper": Rule(_paper),
+    "mechanic-pytorch": Rule(_mechanic_pytorch, decays_after_base=True),
+    "optax": Rule(_optax),
+}
+
+
+def start(options: Options, U: Array, sums: Sums) -> tuple[Array, Array]:
+    """The scale to start from, a number that is given or relative to the problem, and U.
+
+    The relative start makes the largest update so far move the parameters by `START` times
+    their norm, whatever the learning rate that is typed and the scale of the loss.
+    """
+    if options.s_init != "relative":
+        return options.s_init, U
+    xp = _namespace(sums.uu)
+    U = _max(xp.where(sums.uu < math.inf, xp.sqrt(sums.uu), 0.0), U)
+    size = xp.sqrt(_max(sums.x1, FLOOR**2 * sums.d))
+    return _divide(START * size, U), U
+
+
+def _signal(options: Options, S: Array, sums: Sums) -> Array:
+    """Algorithm 1, line 10. The decay is 0 where the parameters are."""
+    if options.s_decay == 0:
+        return sums.dg
+    xp = _namespace(sums.dg)
+    return sums.dg + options.s_decay * S * xp.sqrt(sums.gg) * _divide(sums.dx, xp.sqrt(sums.xx))
+
+
+class ProvableState(NamedTuple):
+    """The state of Algorithm 2; `s` is the scale to play next."""
+
+    v: Array
+    r: Array
+    q: Array
+    m: Array
+    s: Array
+
+
+def provable_init(zero: Array) -> ProvableState:
+    """Algorithm 2, line 2. `zero` is a zero of any library, of any shape."""
+    return ProvableState(v=zero, r=zero, q=zero, m=zero, s=zero)
+
+
+def provable_update(
+    state: ProvableState, h: Array, *, wealth: float, beta: float = 1.0
+) -> ProvableState:
+    """Algorithm 2, lines 6 to 12: the tuner with a proof (Theorem 2), one β at a time.
+
+    Read as its proof reads: with |h| in m, s_t in r, and the bet's clip on −q.
+
+    >>> import numpy as np
+    >>> state = provable_init(np.float64(0))
+    >>> for h in (-1.0, -1.0, -1.0):
+    ...     state = provable_update(state, np.float64(h), wealth=1.0)
+    >>> round(float(state.s), 3)
+    0.4
+    """
+    xp = _namespace(h)
+    m = _max(beta * state.m, abs(h))  # line 6
+    h = xp.clip(h, -state.m, state.m)  # line 7
+    q = beta * state.q + h  # line 8
+    r = beta * state.r - state.s * h  # line 9
+    W = wealth + r  # line 10
+    v = beta**2 * state.v + h**2  # line 11
+    root = xp.sqrt(4 * m**2 + v)
+    bet = _divide(-q, root)
+    s = _divide(W, root) * xp.clip(bet, 0.0, 1.0)  # line 12
+    return ProvableState(v=v, r=r, q=q, m=m, s=s)
+
+
+def _namespace(array: Array) -> Any:
+    """The library that an array comes from. torch's tensors alone do not say."""
+    own = getattr(array, "__array_namespace__", None)
+    return own() if own is not None else sys.modules["torch"]
+
+
+def _max(a: Array, b: Array) -> Array:
+    return _namespace(a).where(a > b, a, b)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    """a / b, and 0 where b is 0: with no ε beside it, no scale of the loss is special."""
+    xp = _namespace(b)
+    return xp.where(b > 0, a / xp.where(b > 0, b, 1.0), 0.0)
