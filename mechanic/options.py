@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeGuard, get_args
 
 Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
 
@@ -35,17 +35,17 @@ class Options:
     >>> Options(s_decay=-1.0)
     Traceback (most recent call last):
         ...
-    ValueError: s_decay must be a finite number of at least 0, got -1.0. Use 0.01 for the paper's decay, 0 for none.
+    ValueError: s_decay must be a finite number of at least 0, got -1.0. Use 0.01 for ...
     """
 
     preset: Preset = "default"
-    """Which rule tunes: `default`, or one of the published ones, `paper`, `mechanic-pytorch` and `optax`."""
+    """Which rule tunes: the `default`, or as published `paper`, `mechanic-pytorch` or `optax`."""
 
     s_init: float | Literal["relative"] | None = None
     """The first non-zero scale: a number, or `"relative"` to the problem (see `tuner.start`)."""
 
     s_decay: float | None = None
-    """Algorithm 1's λ. A value above 0 makes the result depend on the learning rate that is typed."""
+    """Algorithm 1's λ. Above 0 it makes the result depend on the learning rate that is typed."""
 
     betas: tuple[float, ...] = PAPER_BETAS
     """The discount of each tuner; their scales are summed."""
@@ -66,7 +66,7 @@ class Options:
             object.__setattr__(self, "s_init", preset.s_init)
         if self.s_decay is None:
             object.__setattr__(self, "s_decay", preset.s_decay)
-        if not (self.s_init == "relative" or (_is_real(self.s_init) and self.s_init > 0)):
+        if self.s_init != "relative" and not (_is_real(self.s_init) and self.s_init > 0):
             raise ValueError(
                 f"s_init must be a finite number above 0 or 'relative', got {self.s_init!r}. "
                 "Leave it out for the preset's own start."
@@ -79,13 +79,14 @@ class Options:
         object.__setattr__(self, "betas", _checked_betas(self.betas))
         if not (isinstance(self.max_scale, (int, float)) and self.max_scale > 0):
             raise ValueError(
-                f"max_scale must be a number above 0, got {self.max_scale!r}. Leave it out for no cap."
+                f"max_scale must be a number above 0, got {self.max_scale!r}. "
+                "Leave it out for no cap."
             )
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}.")
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

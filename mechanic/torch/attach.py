@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, overload
 from weakref import ref
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.options import PAPER_BETAS, Options, Preset
@@ -79,7 +77,7 @@ def mechanize(
         The same optimizer, tuned, or a subclass of the class.
 
     Raises:
-        ValueError: for a bad option, an optimizer that is mechanized already, or one that cannot be.
+        ValueError: for a bad option, or an optimizer that is mechanized already or cannot be.
 
     Examples:
         >>> import torch
@@ -180,16 +178,16 @@ def rewrap_step(optimizer: Optimizer) -> None:
     if not hasattr(patched, "_wrapped_by_lr_sched"):
         optimizer.step = patched  # type: ignore[method-assign]
         raise ValueError(
-            f"the step of this {type(optimizer).__name__} was replaced on the instance, by {patched!r}, "
-            "which would bypass the tuner. Call mechanize before whatever replaces it."
+            f"the step of this {type(optimizer).__name__} was replaced on the instance, by "
+            f"{patched!r}, which would bypass the tuner. Call mechanize before what replaces it."
         )
     optimizer_ref = ref(optimizer)
 
     @functools.wraps(type(optimizer).step)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        own = optimizer_ref()
-        own._opt_called = True  # type: ignore[union-attr]
-        return type(own).step(own, *args, **kwargs)  # type: ignore[arg-type]
+        own: Any = optimizer_ref()
+        own._opt_called = True
+        return type(own).step(own, *args, **kwargs)
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = tracked  # type: ignore[method-assign]
@@ -213,14 +211,22 @@ def _reduce(cls: Any) -> tuple[Callable[..., type], tuple[type, Options]]:
 copyreg.pickle(_Picklable, _reduce)  # type: ignore[arg-type]
 
 
-@functools.cache
+_classes: dict[tuple[type[Optimizer], Options], type[Any]] = {}
+
+
 def mechanized_class(base: type[O], options: Options) -> type[O]:
     """The subclass of `base` whose instances are mechanized; one for each pair."""
+    if (base, options) not in _classes:
+        _classes[base, options] = _make_class(base, options)
+    return _classes[base, options]
+
+
+def _make_class(base: type[O], options: Options) -> type[O]:
     base_step = unhooked(base.step)
 
     @functools.wraps(base.__init__)
     def init(self: Mechanized, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
+        base.__init__(self, *args, **kwargs)
         _attach(self, options)
 
     @functools.wraps(base_step)
@@ -230,7 +236,7 @@ def mechanized_class(base: type[O], options: Options) -> type[O]:
     metaclass: type = _Picklable
     if type(base) is not type:
         metaclass = type("_Picklable", (_Picklable, type(base)), {})
-        copyreg.pickle(metaclass, _reduce)  # type: ignore[arg-type]
+        copyreg.pickle(metaclass, _reduce)
     body = {
         "__doc__": f"{base.__name__}, mechanized.",
         "__module__": "mechanic.torch",
@@ -239,7 +245,8 @@ def mechanized_class(base: type[O], options: Options) -> type[O]:
         "_base": base,
         "_options": options,
     }
-    return metaclass(base.__name__, (Mechanized, base), body)  # type: ignore[no-any-return]
+    made: type[O] = metaclass(base.__name__, (Mechanized, base), body)
+    return made
 
 
 def _refuse_twice(base: type[Optimizer]) -> None:

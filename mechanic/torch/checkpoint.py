@@ -72,12 +72,13 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
 
     def put_back(_: Optimizer) -> None:
         for param, displacement in displacements.items():
-            to = dict(dtype=vectors.displacement_dtype(param), device=param.device)
-            optimizer.state[param][DISPLACEMENT] = displacement.to(**to, copy=True)
+            optimizer.state[param][DISPLACEMENT] = displacement.to(
+                device=param.device, dtype=vectors.displacement_dtype(param), copy=True
+            )
         if saved:
             _load(mechanism, saved)
         else:
-            mechanism.__init__(mechanism.options, mechanism.scale.device)
+            mechanism.reset()
         mechanism.publish_rates(optimizer)
         publish(optimizer, mechanism)
 
@@ -104,16 +105,14 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
 
 
 def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
-    like = mechanism.scale
-    to = dict(dtype=like.dtype, device=like.device)
-    mechanism.state = tuner.State(
-        *(torch.tensor(saved[name], **to) for name in tuner.State._fields)
-    )
-    for name in _SCALARS:
-        setattr(mechanism, name, torch.tensor(saved[name], **to))
+    def tensor(name: str, like: Tensor) -> Tensor:
+        return torch.tensor(saved[name], dtype=like.dtype, device=like.device)
+
+    state = mechanism.state
+    mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
+    for name in (*_SCALARS, *_COUNTERS):
+        setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
     mechanism.size, mechanism.frozen = saved["size"], saved["frozen"]
-    for name in _COUNTERS:
-        setattr(mechanism, name, torch.tensor(saved[name], dtype=torch.int64, device=like.device))
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -121,8 +120,8 @@ def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     if own != saved:
         raise ValueError(
-            f"the checkpoint is of another model: its groups hold {saved} parameters, this optimizer's "
-            f"{own}. Nothing was loaded."
+            f"the checkpoint is of another model: its groups hold {saved} parameters, this "
+            f"optimizer's {own}. Nothing was loaded."
         )
 
 
@@ -151,5 +150,6 @@ def _check_displacement(
         name = dict(enumerate(names)).get(key, key)
         raise ValueError(
             f"the checkpoint is of another model: the displacement of parameter {name} has shape "
-            f"{tuple(displacement.shape)} in it, but the parameter needs {expected}. Nothing was loaded."
+            f"{tuple(displacement.shape)} in it, where this model needs {expected}. "
+            "Nothing was loaded."
         )

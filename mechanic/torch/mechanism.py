@@ -1,5 +1,6 @@
 """What a mechanized optimizer carries beside its own state: the tuner's scalars, on the device."""
 
+import ctypes
 import warnings
 
 import torch
@@ -24,9 +25,17 @@ class Mechanism:
     """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device."""
 
     def __init__(self, options: Options, home: torch.device) -> None:
+        self.options = options
+        self._start(home)
+
+    def reset(self) -> None:
+        """Start anew."""
+        self._start(self.scale.device)
+
+    def _start(self, home: torch.device) -> None:
         dtype = vectors.scalar_dtype(home)
         zero = torch.zeros((), dtype=dtype, device=home)
-        self.options = options
+        options = self.options
         self.state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
         self.scale: Tensor = self.state.s.sum()
         self.share = zero + 1
@@ -74,7 +83,7 @@ class Mechanism:
             self._skips_on_host += 1
             if self._skips_on_host == PATIENCE:
                 self._warn(PATIENCE)
-        elif self.steps.device.type != "meta":
+        elif self.steps.device.type != "meta" and not torch.compiler.is_compiling():
             self._look_later()
 
     def _look_later(self) -> None:
@@ -87,7 +96,7 @@ class Mechanism:
             pinned = self.steps.device.type == "cuda"
             self._seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
         self._seen.copy_(self.skipped_in_a_row, non_blocking=True)
-        count = self._seen.tolist()
+        count = ctypes.c_int64.from_address(self._seen.data_ptr()).value
         if count < PATIENCE:
             self._warned = False
         elif not self._warned:

@@ -63,11 +63,11 @@ def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
     half = any(param.dtype == torch.float16 for param in group["params"])
     target = _UNIT_HALF if half else _UNIT
     if isinstance(lr, Tensor):
-        exponent = target - torch.frexp(lr).exponent
+        powers = target - torch.frexp(lr).exponent
         one = torch.ones_like(lr)
-        return Rate(lr != 0, lr * torch.ldexp(one, exponent), torch.ldexp(one, -exponent))
-    exponent = target - math.frexp(lr)[1]
-    return Rate(lr != 0, math.ldexp(lr, exponent), math.ldexp(1.0, -exponent))
+        return Rate(lr != 0, lr * torch.ldexp(one, powers), torch.ldexp(one, -powers))
+    power = target - math.frexp(lr)[1]
+    return Rate(lr != 0, math.ldexp(lr, power), math.ldexp(1.0, -power))
 
 
 @contextmanager

@@ -263,7 +263,7 @@ def _tune(
 
 
 def _gated(by: Coefficients, rate: Rate) -> Coefficients:
-    """The coefficients of a group, in its unit; where its lr is a tensor at 0, they move nothing."""
+    """The coefficients of a group, in its unit; a tensor lr at 0 moves nothing."""
     grow, unit = by.grow, rate.unit
     if isinstance(rate.live, Tensor):
         live = rate.live.to(grow.device)

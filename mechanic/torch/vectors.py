@@ -32,6 +32,7 @@ class Batch(NamedTuple):
 
     @property
     def device(self) -> torch.device:
+        """The device of all tensors."""
         return self.params[0].device
 
     @property
@@ -41,7 +42,7 @@ class Batch(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a parameter cannot hold what is added to it as exactly as its displacement can."""
+        """Whether a parameter holds its value less exactly than its displacement does."""
         return self.params[0].dtype != self.dtype
 
 
@@ -54,6 +55,7 @@ class Coefficients(NamedTuple):
     gain: Tensor
 
     def like(self, batch: Batch) -> "Coefficients":
+        """The same on the device and in the dtype of a batch's displacements."""
         return Coefficients(*(value.to(batch.device, batch.dtype) for value in self))
 
 
