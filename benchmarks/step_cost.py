@@ -13,7 +13,7 @@ import argparse
 import datetime
 import platform
 import statistics
-import sys
+import subprocess
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -117,7 +117,7 @@ def environment(device: str, rounds: int) -> list[str]:
     hardware = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "mechanic-pytorch", "prodigyopt"))
     return [
-        f"- command: `python {' '.join(sys.argv)}`",
+        f"- command: `python benchmarks/step_cost.py --device {device} --rounds {rounds}`",
         f"- hardware: {hardware}, {torch.get_num_threads()} CPU thread(s)",
         f"- versions: Python {platform.python_version()}, {packages}",
         f"- date: {datetime.date.today().isoformat()}; seed 0; median of {rounds} rounds after 3",
@@ -126,11 +126,13 @@ def environment(device: str, rounds: int) -> list[str]:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as info:
-            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or 'CPU'} ({platform.machine()})"
+        described = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+        named = [
+            line.split(":")[1].strip() for line in described.splitlines() if "Model name" in line
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        named = []
+    return f"{named[0] if named else platform.processor() or 'CPU'} ({platform.machine()})"
 
 
 def main() -> None:
