@@ -22,6 +22,8 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
+    while not isinstance(optimizer, Mechanized) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # a trainer's wrapper, such as accelerate's
     if not isinstance(optimizer, Mechanized):
         raise ValueError(
             f"this {type(optimizer).__name__} is not mechanized, so it has no tuner. "

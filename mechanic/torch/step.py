@@ -32,7 +32,13 @@ def step(
         batches = _gather(optimizer)
     if not batches:
         return base_step(optimizer, *args, **kwargs)
-    mechanism.to(vectors.home_of(batch.device for batch in batches))
+    home = vectors.home_of(batch.device for batch in batches)
+    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "
+            "Capture the model's forward and backward pass, and call optimizer.step() outside."
+        )
+    mechanism.to(home)
     rule = tuner.RULES[mechanism.options.preset]
     proportional = is_proportional(base_step) and not rule.decays_after_base
     rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
@@ -40,7 +46,7 @@ def step(
     with torch.no_grad():
         sums = _measure(optimizer, mechanism, batches, rates)
         finite: Tensor | bool = _is_finite(optimizer, sums)
-        skips = all(group.get("fused") for group in optimizer.param_groups)  # by itself
+        skips = _skips_by_itself(optimizer, base_step)
         if mechanism.options.skip_nonfinite and not skips and sums.dg.device.type != "meta":
             finite = bool(finite)  # the one host synchronisation, where the base needs it
             if not finite:
@@ -199,6 +205,13 @@ def _is_finite(optimizer: Optimizer, sums: tuner.Sums) -> Tensor:
     if found_inf is not None:
         finite = finite & (found_inf.to(finite.device).reshape(()) == 0)
     return finite
+
+
+def _skips_by_itself(optimizer: Optimizer, base_step: Callable[..., Any]) -> bool:
+    """Whether the base leaves everything as it is where `found_inf` is set, as torch's fused do."""
+    return base_step.__module__.startswith("torch.optim.") and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
 
 
 @contextmanager

@@ -66,6 +66,11 @@ def real(tensor: Tensor) -> Tensor:
 
 def new_displacement(param: Tensor) -> Tensor:
     """A displacement of zero."""
+    if hasattr(param, "device_mesh"):
+        raise ValueError(
+            "a parameter is a DTensor (FSDP2 or tensor parallelism), whose sums run over many "
+            "processes; mechanize does not support them yet. Use DistributedDataParallel."
+        )
     return torch.zeros_like(real(param.detach()), dtype=displacement_dtype(param))
 
 
