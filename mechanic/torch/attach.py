@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mechanic.options import PAPER_BETAS, Options, Preset
 from mechanic.torch import checkpoint, vectors
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.modes import MODES, change_mode, has_modes
 from mechanic.torch.step import step
 
 O = TypeVar("O", bound=Optimizer)
@@ -221,6 +222,14 @@ def mechanized_class(base: type[O], options: Options) -> type[O]:
     return _classes[base, options]
 
 
+def _make_mode(base_mode: Callable[[Optimizer], Any]) -> Callable[[Mechanized], Any]:
+    @functools.wraps(base_mode)
+    def mechanized_mode(self: Mechanized) -> Any:
+        return change_mode(self, self._mechanic, base_mode)
+
+    return mechanized_mode
+
+
 def _make_class(base: type[O], options: Options) -> type[O]:
     base_step = unhooked(base.step)
 
@@ -237,7 +246,7 @@ def _make_class(base: type[O], options: Options) -> type[O]:
     if type(base) is not type:
         metaclass = type("_Picklable", (_Picklable, type(base)), {})
         copyreg.pickle(metaclass, _reduce)
-    body = {
+    body: dict[str, Any] = {
         "__doc__": f"{base.__name__}, mechanized.",
         "__module__": "mechanic.torch",
         "__init__": init,
@@ -245,6 +254,8 @@ def _make_class(base: type[O], options: Options) -> type[O]:
         "_base": base,
         "_options": options,
     }
+    if has_modes(base):
+        body |= {mode: _make_mode(getattr(base, mode)) for mode in MODES}
     made: type[O] = metaclass(base.__name__, (Mechanized, base), body)
     return made
 

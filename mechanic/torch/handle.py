@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mechanic.torch import checkpoint
 from mechanic.torch.attach import MECHANISM, Mechanized, rewrap_step
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.modes import hand_over, has_modes
 
 # Learning rates, beside lr itself, that torch's schedulers keep in the groups and in themselves.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -115,6 +117,9 @@ class Tuner:
         state, the learned lr in its groups, and its schedules at the learned scale."""
         optimizer, scale = self._optimizer, float(self.scale)
         base = type(optimizer)._base  # type: ignore[attr-defined]
+        if has_modes(base):
+            with torch.no_grad():
+                hand_over(optimizer, self._mechanism)
         checkpoint.strip(optimizer)
         delattr(optimizer, MECHANISM)
         optimizer.__class__ = base

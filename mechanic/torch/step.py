@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from mechanic import tuner
 from mechanic.torch import vectors
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.modes import has_modes, own_view
 from mechanic.torch.rates import Rate, at_base_rates, is_proportional, rate_of
 from mechanic.torch.vectors import Batch, Coefficients
 
@@ -56,17 +57,19 @@ def step(
         before = [[param.clone() for param in batch.params] for batch in batches]
 
     skipping = _skipping(optimizer, batches, finite) if skips else nullcontext()
-    with at_base_rates(optimizer, rates), skipping:
+    has_own = has_modes(type(optimizer))
+    view = own_view(mechanism, batches, before) if has_own else nullcontext(before)
+    with at_base_rates(optimizer, rates), skipping, view as origin:
         result = base_step(optimizer, *args, **kwargs)
 
     with torch.no_grad():
         _admit(optimizer, mechanism, batches, sums)
         if rule.decays_after_base:
             sums = _measure_decay(mechanism, batches, sums)
-        sums = _measure_proposals(mechanism, batches, before, rates, sums, recorded=recorded)
+        sums = _measure_proposals(mechanism, batches, origin, rates, sums, recorded=recorded)
         grow, gain = _tune(mechanism, sums, _takes_part(finite, batches, rates))
     with torch.set_grad_enabled(recorded):
-        for batch, points in zip(batches, before, strict=True):
+        for batch, points, base_points in zip(batches, before, origin, strict=True):
             rate = rates[batch.group]
             if rate.live is False:
                 torch._foreach_copy_(batch.params, points)
@@ -77,7 +80,7 @@ def step(
                 for owner, displacement in zip(batch.owners, moved, strict=True):
                     optimizer.state[owner][DISPLACEMENT] = displacement
             else:
-                vectors.apply(batch, points, by, mechanism.steps)
+                vectors.apply(batch, points, base_points, by, mechanism.steps)
     mechanism.count(finite)
     mechanism.publish_rates(optimizer)
     return result
@@ -110,22 +113,17 @@ def _evaluate(
 def _gather(optimizer: Optimizer) -> list[Batch]:
     """The parameters that have a gradient, in batches. New ones get a displacement of zero, which
     `_admit` makes part of the optimizer's state when the base has made its own."""
-    batches: dict[tuple[Any, ...], Batch] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            key = (index, param.device, param.dtype)
-            if key not in batches:
-                batches[key] = Batch(index, [], [], [], [])
-            batch, displacement = batches[key], optimizer.state.get(param, {}).get(DISPLACEMENT)
-            batch.owners.append(param)
-            batch.params.append(vectors.real(param))
-            batch.grads.append(vectors.real(param.grad))
-            batch.displacements.append(
-                vectors.new_displacement(param) if displacement is None else displacement
-            )
-    return list(batches.values())
+
+    def displacement(param: Tensor) -> Tensor:
+        stored = optimizer.state.get(param, {}).get(DISPLACEMENT)
+        return vectors.new_displacement(param) if stored is None else stored
+
+    return vectors.batches(
+        (index, param, param.grad, displacement(param))
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if param.grad is not None
+    )
 
 
 def _measure(
@@ -161,7 +159,7 @@ def _measure_decay(mechanism: Mechanism, batches: list[Batch], sums: tuner.Sums)
 def _measure_proposals(
     mechanism: Mechanism,
     batches: list[Batch],
-    before: list[list[Tensor]],
+    origin: list[list[Tensor]],
     rates: list[Rate],
     sums: tuner.Sums,
     *,
@@ -169,7 +167,7 @@ def _measure_proposals(
 ) -> tuner.Sums:
     """‖u‖², each group's proposals in its own unit."""
     home, parts = mechanism.scale.device, []
-    for batch, points in zip(batches, before, strict=True):
+    for batch, points in zip(batches, origin, strict=True):
         rate = rates[batch.group]
         if recorded:
             squares = vectors.squares(list(torch._foreach_sub(batch.params, points)), batch.dtype)

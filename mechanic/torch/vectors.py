@@ -133,23 +133,52 @@ def home_of(devices: Iterable[torch.device]) -> torch.device:
     return found[0]
 
 
-def propose(batch: Batch, before: list[Tensor]) -> list[Tensor]:
-    """The square of what the base added to each parameter. That proposal is left in the
-    parameter, where it can hold it."""
+def batches(
+    entries: Iterable[tuple[int, Tensor, Tensor | None, Tensor]],
+) -> list[Batch]:
+    """Batches of parameters, given by their group, gradient and displacement."""
+    made: dict[tuple[int, torch.device, torch.dtype], Batch] = {}
+    for group, param, grad, displacement in entries:
+        key = (group, param.device, param.dtype)
+        if key not in made:
+            made[key] = Batch(group, [], [], [], [])
+        batch = made[key]
+        batch.owners.append(param)
+        batch.params.append(real(param))
+        batch.displacements.append(displacement)
+        if grad is not None:
+            batch.grads.append(real(grad))
+    return list(made.values())
+
+
+def shift(batch: Batch, by: Tensor) -> None:
+    """Move the parameters by a multiple of the stored displacement."""
+    if batch.is_narrow:
+        for param, delta in zip(batch.params, batch.displacements, strict=True):
+            param.copy_(torch.addcmul(param.to(delta.dtype), delta, by))
+    else:
+        torch._foreach_addcmul_(batch.params, batch.displacements, [by] * len(batch.params))
+
+
+def propose(batch: Batch, origin: list[Tensor]) -> list[Tensor]:
+    """The square of what the base added to each parameter, which it found at `origin`. That
+    proposal is left in the parameter, where it can hold it."""
     if batch.is_narrow:
         return squares(
-            [p.to(batch.dtype) - x for p, x in zip(batch.params, before, strict=True)], batch.dtype
+            [p.to(batch.dtype) - x for p, x in zip(batch.params, origin, strict=True)], batch.dtype
         )
-    torch._foreach_sub_(batch.params, before)
+    torch._foreach_sub_(batch.params, origin)
     return squares(batch.params, batch.dtype)
 
 
-def apply(batch: Batch, before: list[Tensor], by: Coefficients, step: Tensor) -> None:
+def apply(
+    batch: Batch, before: list[Tensor], origin: list[Tensor], by: Coefficients, step: Tensor
+) -> None:
     """Play the next point. On entry the parameters hold what `propose` left there."""
     params, stored, count = batch.params, batch.displacements, len(before)
     if batch.is_narrow:
-        for param, x, delta in zip(params, before, stored, strict=True):
-            proposal = param.to(delta.dtype) - x
+        for param, x, base_x, delta in zip(params, before, origin, stored, strict=True):
+            proposal = param.to(delta.dtype) - base_x
             point = x.to(delta.dtype).addcmul_(delta, by.grow).addcmul_(proposal, by.scale)
             delta.addcmul_(proposal, by.gain)
             param.copy_(dither(point, param.dtype, step))
