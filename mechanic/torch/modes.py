@@ -54,6 +54,10 @@ def hand_over(optimizer: Optimizer, mechanism: Mechanism) -> None:
             delta = state[DISPLACEMENT] * mechanism.share.to(state[DISPLACEMENT])
             reference = param - delta * scale.to(delta)
             state["z"].sub_(reference).mul_(scale.to(delta)).add_(reference)
+    for group in optimizer.param_groups:  # the averaging weights are powers of the largest lr
+        if "lr_max" in group and "weight_sum" in group:
+            group["lr_max"] *= float(scale)
+            group["weight_sum"] *= float(scale) ** group.get("weight_lr_power", 2.0)
 
 
 def change_mode(
