@@ -251,10 +251,10 @@ def _namespace(array: Array) -> Any:
 
 
 def _max(a: Array, b: Array) -> Array:
-    return _namespace(a).where(a > b, a, b)
+    return _namespace(a).clip(a, b, None)
 
 
 def _divide(a: Array, b: Array) -> Array:
     """a / b, and 0 where b is 0: with no ε beside it, no scale of the loss is special."""
     xp = _namespace(b)
-    return xp.where(b > 0, a / xp.where(b > 0, b, 1.0), 0.0)
+    return a / xp.where(b > 0, b, math.inf)

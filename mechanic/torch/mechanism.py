@@ -123,4 +123,4 @@ class Mechanism:
         """The learning rate in force, one a group: the scale times the group's own lr."""
         scale = self.scale.to(torch.float32)
         lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
-        return [scale * (lr.to(scale) if isinstance(lr, Tensor) else lr) for lr in lrs]
+        return [scale * (lr.to(scale).reshape(()) if isinstance(lr, Tensor) else lr) for lr in lrs]

@@ -58,16 +58,18 @@ def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
     lr = group.get("lr")
     if lr is None:
         return Rate(live=True, base_lr=None, unit=1.0)
+    live = (lr != 0).reshape(()) if isinstance(lr, Tensor) else lr != 0
     if not proportional:
-        return Rate(live=lr != 0, base_lr=lr, unit=1.0)
+        return Rate(live, base_lr=lr, unit=1.0)
     half = any(param.dtype == torch.float16 for param in group["params"])
     target = _UNIT_HALF if half else _UNIT
     if isinstance(lr, Tensor):
         powers = target - torch.frexp(lr).exponent
         one = torch.ones_like(lr)
-        return Rate(lr != 0, lr * torch.ldexp(one, powers), torch.ldexp(one, -powers))
+        unit = torch.ldexp(one, -powers).reshape(())
+        return Rate(live, lr * torch.ldexp(one, powers), unit)
     power = target - math.frexp(lr)[1]
-    return Rate(lr != 0, math.ldexp(lr, power), math.ldexp(1.0, -power))
+    return Rate(live, math.ldexp(lr, power), math.ldexp(1.0, -power))
 
 
 @contextmanager

@@ -130,21 +130,20 @@ def _measure(
     optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch], rates: list[Rate]
 ) -> tuner.Sums:
     """The sums that can be taken before the base's step."""
-    home, zero = mechanism.scale.device, torch.zeros_like(mechanism.scale)
-    dg = []
+    home, dg = mechanism.scale.device, []
     for batch in batches:
         live = rates[batch.group].live
         terms = vectors.inner(batch.displacements, batch.grads)
         # A group at lr 0 has no part in h, but a NaN in it must still show.
         dg += terms if live is True else [term * live for term in terms]
     x1, d = _reference(optimizer, mechanism, batches)
-    sums = tuner.Sums(vectors.total(dg, home) * mechanism.share, zero, zero, zero, zero, x1, d)
+    sums = tuner.Sums(vectors.total(dg, home) * mechanism.share, 0.0, 0.0, 0.0, 0.0, x1, d)
     if mechanism.options.s_decay:
         gg = [q for batch in batches for q in vectors.squares(batch.grads, batch.dtype)]
         sums = _measure_decay(mechanism, batches, sums._replace(gg=vectors.total(gg, home)))
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is not None:  # a fused base unscales the gradients itself
-        unscale = 1 / grad_scale.to(zero).reshape(())
+        unscale = 1 / grad_scale.to(sums.dg).reshape(())
         sums = sums._replace(dg=sums.dg * unscale, gg=sums.gg * unscale**2)
     return sums
 
@@ -176,7 +175,7 @@ def _measure_proposals(
         if rate.live is not False:
             unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
             parts.append(vectors.total(squares, home) * unit**2)
-    return sums._replace(uu=vectors.total(parts, home))
+    return sums._replace(uu=sum(parts[1:], parts[0]) if parts else torch.zeros_like(sums.dg))
 
 
 def _reference(

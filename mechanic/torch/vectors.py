@@ -114,10 +114,12 @@ def total(terms: Iterable[Tensor], home: torch.device) -> Tensor:
     for term in terms:
         if term.device.type != "meta" or home.type == "meta":
             of_kind.setdefault((term.device, term.dtype), []).append(term)
-    sums = [torch.stack(own).sum(dtype=dtype) for own in of_kind.values()]
+    sums = [
+        torch.stack(own).sum(dtype=dtype).to(home, non_blocking=True) for own in of_kind.values()
+    ]
     if not sums:
         return torch.zeros((), dtype=dtype, device=home)
-    return torch.stack([own.to(home, non_blocking=True) for own in sums]).sum()
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
