@@ -100,6 +100,7 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
         **{name: getattr(mechanism, name).tolist() for name in _SCALARS},
         "size": mechanism.size,
         "frozen": mechanism.frozen,
+        "started": mechanism.started,
         **{name: getattr(mechanism, name).tolist() for name in _COUNTERS},
     }
 
@@ -112,7 +113,8 @@ def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
     for name in (*_SCALARS, *_COUNTERS):
         setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
-    mechanism.size, mechanism.frozen = saved["size"], saved["frozen"]
+    for name in ("size", "frozen", "started"):
+        setattr(mechanism, name, saved[name])
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

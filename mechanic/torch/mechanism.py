@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
+from mechanic.torch.rates import Rate
 
 DISPLACEMENT = "mechanic_displacement"
 """The key of a parameter's displacement in `optimizer.state[parameter]`."""
@@ -40,6 +41,8 @@ class Mechanism:
         self.scale: Tensor = self.state.s.sum()
         self.share = zero + 1
         """Δ is this share of what the optimizer's state stores"""
+        self.started = False
+        """Whether `share` was set, by the first step at an lr above 0"""
         self.signal = zero
         """⟨Δ, g⟩ of the last step"""
         self.reference_square = zero
@@ -66,6 +69,15 @@ class Mechanism:
         for name in ("steps", "skipped", "skipped_in_a_row"):
             setattr(self, name, getattr(self, name).to(home))
         self._seen = None
+
+    def start_at(self, rates: list[Rate]) -> None:
+        """Before the first update, choose the unit that displacements are stored in: that of the
+        proposals. So they are the same numbers whatever the learning rate that is typed."""
+        for rate in rates:
+            if not self.started and rate.live is not False:
+                unit = torch.as_tensor(rate.unit, dtype=self.share.dtype).to(self.share.device)
+                self.share = torch.where(unit > 0, unit, 1.0)
+                self.started = True
 
     def count(self, finite: Tensor | bool) -> None:
         """Count a step as done or skipped, and warn, once, when many are skipped in a row."""

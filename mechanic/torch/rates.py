@@ -3,11 +3,10 @@
 Where a base's update is proportional to its learning rate, it need not be run at the one that is
 typed. Run at 1e-6, the update would be rounding noise beside the parameter it is added to (in
 bfloat16 that is so at 1e-3 already), and the result would depend on the lr. So such a base is run
-at the typed lr times a power of two, near 2^16, and what it proposes is divided by that power
-again, which is exact.
+at one and the same lr, large enough for its update to outweigh the parameter, and what it proposes
+is scaled to the typed lr afterwards.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_UNIT = 16  # the base is run at 2^15 to 2^16: its update then outweighs the parameter
-_UNIT_HALF = 4  # for float16, whose largest number is 65,504
+_BASE_LR = 65536.0  # a power of two: dividing by it is exact
+_BASE_LR_HALF = 16.0  # for float16, whose largest number is 65,504
 
 # Steps whose update is proportional to lr, with no lr in their state; tests/test_bases.py checks
 # each of them. Others, such as Adafactor's with its min(lr, 1/√t), are run at the lr that is typed.
@@ -62,14 +61,10 @@ def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
     if not proportional:
         return Rate(live, base_lr=lr, unit=1.0)
     half = any(param.dtype == torch.float16 for param in group["params"])
-    target = _UNIT_HALF if half else _UNIT
+    base_lr = _BASE_LR_HALF if half else _BASE_LR
     if isinstance(lr, Tensor):
-        powers = target - torch.frexp(lr).exponent
-        one = torch.ones_like(lr)
-        unit = torch.ldexp(one, -powers).reshape(())
-        return Rate(live, lr * torch.ldexp(one, powers), unit)
-    power = target - math.frexp(lr)[1]
-    return Rate(live, math.ldexp(lr, power), math.ldexp(1.0, -power))
+        return Rate(live, torch.full_like(lr, base_lr), lr.reshape(()) / base_lr)
+    return Rate(live, base_lr if live else lr, lr / base_lr)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def step(
     rule = tuner.RULES[mechanism.options.preset]
     proportional = is_proportional(base_step) and not rule.decays_after_base
     rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
+    mechanism.start_at([rates[batch.group] for batch in batches])
 
     with torch.no_grad():
         sums = _measure(optimizer, mechanism, batches, rates)
