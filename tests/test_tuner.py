@@ -1,0 +1,558 @@
+"""`mechanic.tuner` and `mechanic.options` on their own."""
+
+import math
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from mechanic import tuner
+from mechanic.options import Options
+
+torch.set_num_threads(1)
+
+PRESETS = ("default", "paper", "mechanic-pytorch", "optax")
+light = settings(max_examples=40, deadline=None)
+
+
+# Sequences of what steps measure
+
+
+def sums_of(h, *, gradient=1.0, update=1.0):
+    """What 1 step measures, where only h is of interest: g and u by their norms, d = 10."""
+    return tuner.Sums(
+        dg=np.float64(h),
+        dx=np.float64(0.3),
+        gg=np.float64(gradient**2),
+        xx=np.float64(4.0),
+        uu=np.float64(update**2),
+        x1=np.float64(4.0),
+        d=np.float64(10),
+    )
+
+
+def run(options, steps):
+    """The states after each of the steps, and the shares of Δ that stay."""
+    state = tuner.init(options, np.array(options.betas))
+    states, keeps = [], []
+    for sums in steps:
+        state, keep = tuner.update(options, state, sums)
+        states.append(state)
+        keeps.append(float(keep))
+    return states, np.array(keeps)
+
+
+def sizes(options, steps):
+    """The scale S after each of the steps."""
+    return np.array([state.s.sum() for state in run(options, steps)[0]])
+
+
+def training(steps=60, seed=0):
+    """The sums of a run like real ones: h falls and then is of either sign, with an outlier and a
+    step where nothing is measured."""
+    draw = np.random.default_rng(seed)
+    h = np.concatenate([[0], -draw.exponential(size=steps // 2), draw.normal(size=steps // 2)])
+    h[steps // 3], h[steps // 2] = 40, 0
+    u = draw.exponential(size=len(h)) + 0.1
+    return [
+        sums_of(a, gradient=b, update=c)
+        for a, b, c in zip(h, 1 + draw.exponential(size=len(h)), u, strict=True)
+    ]
+
+
+def powers(low, high):
+    """Numbers of either sign, from 10^low to 10^high in size."""
+    return st.builds(
+        lambda sign, exponent: sign * 10.0**exponent,
+        st.sampled_from([-1, 1]),
+        st.floats(low, high),
+    )
+
+
+# Up to where h² neither overflows nor vanishes, with room for a factor of 1e±12.
+sequences = st.lists(
+    st.one_of(st.just(0.0), st.floats(0.01, 1).map(lambda h: -h), powers(-1, 1), powers(-90, 90)),
+    min_size=20,
+    max_size=60,
+)
+wild = st.lists(st.one_of(st.just(0.0), st.floats(-1e150, 1e150)), min_size=20, max_size=60)
+VARIANTS = [
+    {"preset": preset, **extra}
+    for preset in PRESETS
+    for extra in ({}, {"s_init": "relative"}, {"s_init": 1e-3, "max_scale": 5e-3})
+]
+
+
+# The same in every library
+
+
+def torch_tuner(options, steps):
+    state, states, keeps = (
+        tuner.init(options, torch.tensor(options.betas, dtype=torch.float64)),
+        [],
+        [],
+    )
+    for sums in steps:
+        tensors = tuner.Sums(*(torch.tensor(value) for value in sums))
+        state, keep = tuner.update(options, state, tensors)
+        states.append(state)
+        keeps.append(float(keep))
+    return states, keeps
+
+
+def jax_tuner(options, steps):
+    with jax.enable_x64(True):
+        update = jax.jit(lambda state, sums: tuner.update(options, state, sums))
+        state, states, keeps = tuner.init(options, jax.numpy.asarray(options.betas)), [], []
+        for sums in steps:
+            state, keep = update(state, tuner.Sums(*map(jax.numpy.asarray, sums)))
+            states.append(state)
+            keeps.append(float(keep))
+    return states, keeps
+
+
+@pytest.mark.parametrize("library", [torch_tuner, jax_tuner])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_libraries_agree(variant, library):
+    options, steps = Options(**variant), training()
+    expected, expected_keeps = run(options, steps)
+    states, keeps = library(options, steps)
+    S = np.array([state.s.sum() for state in expected])
+    assert S.max() > 1.9 * S[S > 0].min()
+    np.testing.assert_allclose(keeps, expected_keeps, rtol=1e-12)
+    for state, wanted in zip(states, expected, strict=True):
+        for name, value in state._asdict().items():
+            np.testing.assert_allclose(
+                np.asarray(value), getattr(wanted, name), rtol=1e-12, atol=0, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_several_at_once(preset):
+    """vmap over independent tuners, in torch and in JAX."""
+    options, seeds = Options(preset=preset, s_init="relative", max_scale=0.1), range(3)
+    runs = [training(30, seed) for seed in seeds]
+    expected = [run(options, steps)[0][-1].s.sum() for steps in runs]
+    stacked = [
+        tuner.Sums(*(np.stack(parts) for parts in zip(*step, strict=True)))
+        for step in zip(*runs, strict=True)
+    ]
+    init, batch = tuner.init(options, torch.tensor(options.betas, dtype=torch.float64)), len(seeds)
+    state = tuner.State(*(torch.stack([value] * batch) for value in init))
+    for step in stacked:
+        sums = tuner.Sums(*map(torch.tensor, step))
+        state, _ = torch.vmap(lambda a, b: tuner.update(options, a, b))(state, sums)
+    np.testing.assert_allclose(state.s.sum(1), expected, rtol=1e-12)
+    with jax.enable_x64(True):
+        update = jax.jit(jax.vmap(lambda a, b: tuner.update(options, a, b)))
+        init = tuner.init(options, jax.numpy.asarray(options.betas))
+        state = tuner.State(*(jax.numpy.stack([value] * batch) for value in init))
+        for step in stacked:
+            state, _ = update(state, step)
+        np.testing.assert_allclose(state.s.sum(1), expected, rtol=1e-12)
+
+
+# Properties of Algorithm 1 and of the default rule
+
+
+@light
+@given(hs=st.one_of(sequences, wild), variant=st.sampled_from(VARIANTS))
+@example(hs=[0.0] * 20, variant={"preset": "default"})
+@example(hs=[1e90, -1e-90] * 10, variant={"preset": "paper"})
+def test_scales_are_finite_and_not_negative(hs, variant):
+    states, keeps = run(Options(**variant), map(sums_of, hs))
+    for state in states:
+        assert np.isfinite(state.s).all()
+        assert (state.s >= 0).all()
+        assert all(np.isfinite(value).all() for value in state)
+    assert ((keeps >= 0) & (keeps <= 1)).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_scales_grow_while_the_loss_falls(variant):
+    S = sizes(Options(**variant), map(sums_of, [0.0] + [-1.0] * 30))
+    cap = variant.get("max_scale", math.inf)
+    assert S[-1] == pytest.approx(cap) if cap < math.inf else S[-1] > 100 * S[1]
+
+
+@light
+@given(
+    hs=sequences,
+    exponent=st.floats(-12, 12),
+    preset=st.sampled_from(["default", "paper"]),
+    s_init=st.sampled_from([None, "relative", 1e-3]),
+)
+def test_scale_of_the_loss(hs, exponent, preset, s_init):
+    options, c = Options(preset=preset, s_init=s_init), 10.0**exponent
+    hs = [0.0, -1.0, -1.0, *hs]
+    expected = sizes(options, [sums_of(h) for h in hs])
+    got = sizes(options, [sums_of(c * h, gradient=c) for h in hs])
+    assert expected[2] > 1.4 * expected[1]
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("preset", ["mechanic-pytorch", "optax"])
+def test_the_published_codes_depend_on_the_scale_of_the_loss(preset):
+    # So that the test above is seen to be able to fail: these have an ε.
+    options, hs = Options(preset=preset), [0.0] + [-1.0] * 30
+    expected = sizes(options, [sums_of(h) for h in hs])
+    got = sizes(options, [sums_of(1e-9 * h, gradient=1e-9) for h in hs])
+    assert abs(got[-1] / expected[-1] - 1) > 0.5
+
+
+@light
+@given(hs=sequences, exponent=st.floats(-12, 12))
+def test_scale_of_the_updates(hs, exponent):
+    """The relative start: where u grows by c, and h with it, S falls by c."""
+    options, c = Options(), 10.0**exponent
+    hs = [0.0, -1.0, -1.0, *hs]
+    expected = sizes(options, [sums_of(h) for h in hs])
+    got = sizes(options, [sums_of(c * h, update=c) for h in hs])
+    assert expected[2] > 1.4 * expected[1]
+    np.testing.assert_allclose(c * got, expected, rtol=1e-9, atol=0)
+
+
+@light
+@given(
+    hs=sequences,
+    beta=st.sampled_from([0.5, 0.9, 0.999999, 1.0]),
+    n=st.integers(2, 7),
+    preset=st.sampled_from(["default", "paper", "mechanic-pytorch"]),
+)
+def test_tuners_of_one_beta_are_one_tuner(hs, beta, n, preset):
+    hs = [0.0, -1.0, -1.0, *hs]
+    one, many = (
+        sizes(Options(preset=preset, betas=betas), map(sums_of, hs))
+        for betas in ((beta,), (beta,) * n)
+    )
+    assert one[2] != one[1]
+    np.testing.assert_allclose(many, one, rtol=1e-9, atol=0)
+
+
+@light
+@given(
+    hs=sequences,
+    idle=st.integers(0, 5),
+    s_init=st.floats(1e-12, 10),
+    betas=st.lists(st.floats(0, 1), min_size=1, max_size=7),
+)
+def test_the_first_scale_of_the_paper_is_s_init(hs, idle, s_init, betas):
+    options = Options(preset="paper", s_init=s_init, betas=tuple(betas))
+    assume(hs[0] != 0)
+    S = sizes(options, map(sums_of, [0.0] * idle + hs))
+    assert (S[:idle] == 0).all()
+    assert S[idle] == pytest.approx(s_init, rel=1e-12)
+
+
+@light
+@given(hs=sequences, preset=st.sampled_from(PRESETS), exponent=st.floats(-12, 1))
+def test_a_cap_is_never_exceeded(hs, preset, exponent):
+    cap = 10.0**exponent
+    options = Options(preset=preset, s_init=cap / 20, max_scale=cap)
+    S = sizes(options, map(sums_of, [0.0] + [-1.0] * 20 + hs))
+    assert S.max() == pytest.approx(cap, rel=1e-12)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_size_of_h_is_in_m(preset):
+    # With h itself in line 11, m would stay 0 as long as the loss falls, and s with it.
+    options = Options(preset=preset, s_decay=0.0, s_init=1e-3)
+    states, _ = run(options, map(sums_of, [0.0] + [-2.0] * 30))
+    np.testing.assert_allclose(states[-1].m, 2, rtol=0.01)
+    assert states[-1].s.sum() > 10 * states[1].s.sum()
+
+
+# The parts of the default rule
+
+
+@light
+@given(hs=sequences)
+def test_the_scale_at_most_halves(hs):
+    S = sizes(Options(), map(sums_of, [0.0] + [-1.0] * 20 + [9.0] * 3 + hs))
+    assert (S[1:] >= S[:-1] / 2 * (1 - 1e-12)).all()
+    np.testing.assert_allclose(S[21:23] / S[20:22], 0.5, rtol=1e-12)
+    paper = sizes(Options(preset="paper"), map(sums_of, [0.0] + [-1.0] * 20 + [9.0]))
+    assert paper[-1] < paper[-2] / 2  # as it would without this
+
+
+@light
+@given(size=st.floats(3, 1e12), sign=st.sampled_from([-1, 1]), hs=sequences)
+def test_an_outlier_counts_three_times_the_largest(size, sign, hs):
+    before = [0.0] + [-1.0] * 20
+    large, three = (run(Options(), map(sums_of, [*before, sign * h, *hs]))[0] for h in (size, 3.0))
+    for values, expected in zip(zip(*large, strict=True), zip(*three, strict=True), strict=True):
+        np.testing.assert_allclose(np.stack(values), np.stack(expected), rtol=1e-12)
+    within = run(Options(), map(sums_of, [*before, sign * 2.9]))[0][-1]
+    np.testing.assert_allclose(within.m, 2.9)  # one that is not an outlier is not clipped
+    assert large[20].s.sum() > 50 * large[0].s.sum()
+
+
+@light
+@given(size=st.floats(1e-90, 1e90))
+def test_the_first_signal_is_not_clipped(size):
+    states, _ = run(Options(), map(sums_of, [0.0, -size] + [-size] * 20))
+    np.testing.assert_allclose(states[1].m, size)
+    assert states[-1].s.sum() > 50 * states[1].s.sum()
+
+
+@light
+@given(hs=sequences)
+def test_a_new_maximum_forgets(hs):
+    states, keeps = run(Options(), map(sums_of, [0.0] + [-1.0] * 20 + hs))
+    S = np.array([state.s.sum() for state in states])
+    M = np.maximum.accumulate(S)
+    np.testing.assert_allclose([state.M for state in states], M, rtol=1e-12)
+    np.testing.assert_allclose(keeps[1:], np.minimum(1, 1.05 * M[:-1] / M[1:]), rtol=1e-12)
+    assert keeps[5] < 0.99
+    # No new maximum amplifies the past by more than 5%.
+    assert (keeps[1:] * M[1:] <= 1.05 * M[:-1] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(
+    ("x1", "size"), [(3.0, 3.0), (0.0, 0.01 * math.sqrt(10)), (0.01, 0.1**1.5)]
+)
+def test_the_relative_start(x1, size):
+    # Nothing is measured (h = 0), so S stays at its start: 1e-4·size over the largest u so far.
+    # The scale falls at most by half: here the updates grow more slowly than that.
+    updates = [0.0, 0.0, 2.0, 1.0] + [1.5**k for k in range(20)]
+    steps = [sums_of(0.0, update=u)._replace(x1=np.float64(x1**2)) for u in updates]
+    expected = np.array([1e-4 * size / max(updates[: k + 1]) for k in range(2, 24)])
+    S = sizes(Options(), steps)
+    assert (S[:2] == 0).all()
+    np.testing.assert_allclose(S[2:], expected, rtol=1e-12)
+    assert S[2] > 100 * S[-1]
+
+
+# Algorithm 2
+
+
+def play(hs, wealth, beta=1.0, array=np.float64):
+    """The scales that Algorithm 2 plays against each h, and its wealth after each."""
+    state, played, wealths = tuner.provable_init(array(0.0)), [], []
+    for h in hs:
+        played.append(float(state.s))
+        state = tuner.provable_update(state, array(h), wealth=wealth, beta=beta)
+        wealths.append(wealth + float(state.r))
+    return np.array(played), np.array(wealths)
+
+
+moderate = st.lists(
+    st.one_of(st.just(0.0), st.floats(0.01, 1).map(lambda h: -h), powers(-1, 1), powers(-6, 6)),
+    min_size=20,
+    max_size=80,
+)
+
+
+def drift(T=400, seed=0, bias=0.5):
+    return list(np.random.default_rng(seed).normal(size=T) - bias)
+
+
+@light
+@given(hs=moderate, wealth=st.floats(1e-3, 1e3), beta=st.sampled_from([0.9, 0.999, 1.0]))
+@example(hs=drift(), wealth=1.0, beta=1.0)
+@example(hs=drift(), wealth=1.0, beta=0.99)
+def test_algorithm_2_as_it_is_written(hs, wealth, beta):
+    hs = [-1.0, -1.0, -1.0, *hs]
+    played, wealths = play(hs, wealth, beta)
+    expected_played, expected_wealths = reference.algorithm2(hs, wealth, beta)
+    assert played[3] > played[2] > played[1] == 0
+    np.testing.assert_allclose(played, expected_played, rtol=1e-9, atol=1e-12 * played.max())
+    np.testing.assert_allclose(wealths, expected_wealths, rtol=1e-9, atol=1e-12 * wealths.max())
+
+
+def test_algorithm_2_in_every_library():
+    expected, _ = play(drift(), 1.0)
+    assert expected.max() > 100 * expected[expected > 0][0]
+    in_torch, _ = play(drift(), 1.0, array=lambda h: torch.tensor(h, dtype=torch.float64))
+    np.testing.assert_allclose(in_torch, expected, rtol=1e-12)
+    with jax.enable_x64(True):
+        in_jax, _ = play(drift(T=40), 1.0, array=jax.numpy.asarray)
+    np.testing.assert_allclose(in_jax, expected[:40], rtol=1e-12)
+
+
+def a(z):
+    """The a of the proof: 0, then z²/2, then z − 1/2."""
+    return 0.0 if z <= 0 else z * z / 2 if z <= 1 else z - 0.5
+
+
+def log_potential(hs, W0):
+    """K and V of the wealth's lower bound W_T ≥ K·exp(a(−Σĥ/√V)), K by its logarithm; and −Σĥ.
+
+    The paper's proof with its constants. Telescoping (as the paper does, with V = 4·m_T² + v_T),
+
+        log W_T ≥ log W_0 + a(−Σĥ/√V) − 2·Σ_t ĥ_t²/(4·m_{t−1}² + v_{t−1}).
+
+    Let m_1 be the first |h| above 0, and w_t = m_1² + v_t. Since |ĥ_t| ≤ m_{t−1}, we have
+    4·m_{t−1}² + v_{t−1} ≥ w_t, so that a term of the sum is at most (w_t − w_{t−1})/w_t, which is
+    at most log(w_t/w_{t−1}). The sum is then at most log(w_T/m_1²), and K = W_0·(m_1²/w_T)².
+    This is the paper's W_0·m_1/(T²·m_T) where its O(·) is not yet taken: w_T ≤ T·m_T².
+    """
+    sizes = np.abs(hs)
+    m = np.maximum.accumulate(np.concatenate([[0.0], sizes]))
+    clipped = np.clip(hs, -m[:-1], m[:-1])
+    v, first = (clipped**2).sum(), sizes[sizes > 0][0]
+    log_K = math.log(W0) - 2 * math.log1p(v / first**2)
+    return log_K, 4 * m[-1] ** 2 + v, -clipped.sum()
+
+
+def conjugate(b, log_K):
+    """sup over z of b·z − K·exp(a(z)), in closed form: the potential is convex and smooth."""
+    if b == 0:
+        return -math.exp(log_K)
+    log_ratio = math.log(b) - log_K
+    if log_ratio >= 0.5:  # the maximum is at z = 1/2 + log(b/K) ≥ 1
+        return b * (log_ratio - 0.5)
+    z = math.sqrt(lambertw(math.exp(2 * log_ratio)).real)  # z·exp(z²/2) = b/K
+    return b * z - math.exp(log_K + z * z / 2)
+
+
+@pytest.mark.parametrize(("b", "K"), [(1e-3, 1.0), (0.5, 1.0), (1.6, 1.0), (1.7, 1.0), (30.0, 0.1)])
+def test_the_conjugate(b, K):
+    z = np.linspace(0, 20, 200_001)
+    best = max(b * x - K * math.exp(a(x)) for x in z)
+    assert conjugate(b, math.log(K)) == pytest.approx(best, rel=1e-6)
+
+
+ADVERSARIES = {
+    "drift": drift(),
+    "no drift": drift(bias=0.0),
+    "always down": [-1.0] * 400,
+    "down and back": [-1.0] * 200 + [1.0] * 200,
+    "alternating": [-1.0, -1.0, 1.0, 1.0] * 100,
+    "growing": [-(1.1**k) for k in range(200)],
+    "growing, then a fall": [-(1.1**k) for k in range(150)] + [1.1**160],
+}
+
+
+COMPARATORS = (0.0, *np.geomspace(1e-6, 1e6, 25))
+
+
+@light
+@given(hs=moderate, wealth=st.floats(1e-3, 1e3))
+def test_regret(hs, wealth):
+    check_regret([-1.0, -1.0, -1.0, *hs], wealth)
+
+
+@pytest.mark.parametrize("wealth", [1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("hs", ADVERSARIES.values(), ids=list(ADVERSARIES))
+def test_regret_against_adversaries(hs, wealth):
+    check_regret(hs, wealth)
+
+
+def check_regret(hs, W0):
+    """The theorem of Algorithm 2 (β = 1), with explicit constants, and the bound on its wealth."""
+    hs = np.array(hs)
+    played, wealths = play(hs, W0)
+    assert played.max() > 1.1 * played[played > 0].min()
+    assert (wealths > 0).all()
+    assert (wealths[1:] >= wealths[:-1] / 2 * (1 - 1e-12)).all()  # no bet is above a half
+    log_K, V, H = log_potential(hs, W0)
+    assert math.log(wealths[-1]) >= log_K + a(H / math.sqrt(V)) - 1e-9
+    for comparator in COMPARATORS:
+        regret = (hs * (played - comparator)).sum()
+        truncation = (comparator + played.max()) * np.abs(hs).max()  # Σ|h − ĥ| = m_T
+        bound = W0 + truncation + conjugate(comparator * math.sqrt(V), log_K)
+        rounding = 1e-12 * np.abs(hs * (played + comparator)).sum()
+        assert regret <= bound + rounding, comparator
+
+
+# The readings of the paper's text that fail, shown on the reference
+
+
+def descend(loss_scale=1.0, base=reference.sgd, hyper=None, **reading):
+    """Without noise from 0 towards 1: how far away after each of 300 steps, and the scales."""
+    points, S = reference.run(
+        base,
+        lambda x, t: loss_scale * (x - 1.0),
+        np.zeros(4),
+        300,
+        1.0,
+        "paper",
+        options=reading,
+        **(hyper or {}),
+    )
+    return np.linalg.norm(points - 1.0, axis=1), S
+
+
+def test_with_h_in_line_11_it_never_starts():
+    away, S = descend(m_of=lambda h: h)
+    assert (S == 0).all()
+    assert (away == away[0]).all()
+    away, S = descend()
+    assert S.max() > 1e5 * S[2]
+    assert away[-1] < 1e-5 * away[0]
+
+
+def test_with_the_scale_before_in_line_13_it_does_not_arrive():
+    away, S = descend(s_of_reward="s_{t-1}")
+    assert S.max() > 1e5 * S[S > 0][0]
+    assert away[-1] > 0.1 * away[0]
+
+
+def test_with_epsilon_in_line_16_it_depends_on_the_scale_of_the_loss():
+    scale_free = {"base": reference.adamw, "hyper": {"eps": 1e-30}}
+    for epsilon, tolerance in ((0.0, 1e-9), (1e-8, None)):
+        _, S = descend(**scale_free, epsilon=epsilon)
+        _, small = descend(1e-8, **scale_free, epsilon=epsilon)
+        assert S.max() > 1e5 * S[2]
+        if tolerance is not None:
+            np.testing.assert_allclose(small[:20], S[:20], rtol=tolerance)
+        else:
+            assert (small[3:20] < 0.9 * S[3:20]).all()
+
+
+def test_with_q_in_line_12_algorithm_2_never_bets():
+    played, wealths = reference.algorithm2([-1.0] * 100, 1.0, q_sign=1.0)
+    assert (played == 0).all()
+    assert (wealths == 1).all()
+    played, _ = play([-1.0] * 100, 1.0)
+    assert played[-1] > 100 * played[2] > 0
+
+
+# Options
+
+BAD = {
+    "preset": (["adam", "Paper", None, 3], "'paper'"),
+    "s_init": ([0, 0.0, -1.0, math.nan, math.inf, "auto", True], "Leave it out"),
+    "s_decay": ([-1.0, math.nan, math.inf, "much", True], "Use 0.01"),
+    "betas": (
+        [(), (1.5,), (0.9, -0.1), (math.nan,), 0.9, ("a",), None],
+        "Use a sequence of numbers from 0 to 1",
+    ),
+    "max_scale": ([0, 0.0, -1.0, math.nan, "large", None], "Leave it out"),
+    "skip_nonfinite": ([1, 0, "yes", None], "True or False"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [(name, value, fix) for name, (values, fix) in BAD.items() for value in values],
+)
+def test_a_bad_option_says_what_it_got_and_what_to_do(name, value, fix):
+    with pytest.raises(ValueError, match=f"^{name} must be ") as raised:
+        Options(**{name: value})
+    assert f"got {value!r}." in str(raised.value)
+    assert fix in str(raised.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_good_options(preset):
+    options = Options(preset=preset, betas=[0.5, 1], max_scale=3, skip_nonfinite=False)
+    assert options.betas == (0.5, 1.0)
+    assert options.s_init == {"default": "relative", "optax": 1e-6}.get(preset, 1e-8)
+    assert options.s_decay == (0.0 if preset == "default" else 0.01)
+
+
+def test_importing_mechanic_imports_no_framework():
+    code = "import sys, mechanic, mechanic.tuner; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    modules = set(output.decode().split())
+    assert "mechanic.tuner" in modules
+    assert not modules & {"torch", "jax", "jaxlib", "numpy", "optax", "scipy", "sklearn"}
