@@ -136,8 +136,8 @@ class Mechanized(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, each parameter's displacement, and in every group the tuner."""
-        checkpoint.publish(self, self._mechanic)
-        return super().state_dict()
+        with checkpoint.publishing(self, self._mechanic):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on exactly where a checkpoint left off, or, from a plain optimizer's, start tuning.
@@ -160,6 +160,7 @@ class Mechanized(Optimizer):
 def _attach(optimizer: Optimizer, options: Options) -> None:
     devices = [param.device for group in optimizer.param_groups for param in group["params"]]
     mechanism = Mechanism(options, vectors.home_of(devices))
+    checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
     optimizer._patch_step_function()
     rewrap_step(optimizer)

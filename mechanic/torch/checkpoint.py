@@ -21,7 +21,7 @@ from mechanic.torch.mechanism import DISPLACEMENT, EFFECTIVE_LR, Mechanism
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
-_SCALARS = ("scale", "share", "reference_square")
+_SCALARS = ("scale", "share", "signal", "reference_square")
 _COUNTERS = ("steps", "skipped", "skipped_in_a_row")
 
 
@@ -30,6 +30,16 @@ def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
     saved = _save(mechanism)
     for group in optimizer.param_groups:
         group[TUNER] = saved
+
+
+@contextmanager
+def publishing(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
+    """Around the base's `state_dict`: write the tuner into the groups, after the user's hooks."""
+    handle = optimizer.register_state_dict_pre_hook(lambda _: publish(optimizer, mechanism))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def strip(optimizer: Optimizer) -> None:
@@ -109,12 +119,14 @@ def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     def tensor(name: str, like: Tensor) -> Tensor:
         return torch.tensor(saved[name], dtype=like.dtype, device=like.device)
 
+    mechanism.reset()
     state = mechanism.state
     mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
     for name in (*_SCALARS, *_COUNTERS):
         setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
     for name in ("size", "frozen", "started"):
         setattr(mechanism, name, saved[name])
+    mechanism.skips_on_host = saved["skipped_in_a_row"]
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

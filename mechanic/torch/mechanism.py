@@ -53,7 +53,8 @@ class Mechanism:
         self.skipped = torch.zeros((), dtype=torch.int64, device=home)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=home)
         self.frozen = False
-        self._skips_on_host = 0
+        self.skips_on_host = 0
+        """`skipped_in_a_row` where the host decides on skipping"""
         self._calls = 0
         self._warned = False
         self._seen: Tensor | None = None
@@ -83,8 +84,8 @@ class Mechanism:
         """Count a step as done or skipped, and warn, once, when many are skipped in a row."""
         if finite is True:
             self.steps = self.steps + 1
-            if self._skips_on_host:
-                self._skips_on_host = 0
+            if self.skips_on_host:
+                self.skips_on_host = 0
                 self.skipped_in_a_row = torch.zeros_like(self.skipped)
             return
         done = torch.as_tensor(finite, device=self.steps.device).to(torch.int64)
@@ -92,8 +93,8 @@ class Mechanism:
         self.skipped = self.skipped + (1 - done)
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * (1 - done)
         if finite is False:
-            self._skips_on_host += 1
-            if self._skips_on_host == PATIENCE:
+            self.skips_on_host += 1
+            if self.skips_on_host == PATIENCE:
                 self._warn(PATIENCE)
         elif self.steps.device.type != "meta" and not torch.compiler.is_compiling():
             self._look_later()
