@@ -110,7 +110,6 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
         **{name: getattr(mechanism, name).tolist() for name in _SCALARS},
         "size": mechanism.size,
         "frozen": mechanism.frozen,
-        "started": mechanism.started,
         **{name: getattr(mechanism, name).tolist() for name in _COUNTERS},
     }
 
@@ -124,8 +123,8 @@ def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
     for name in (*_SCALARS, *_COUNTERS):
         setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
-    for name in ("size", "frozen", "started"):
-        setattr(mechanism, name, saved[name])
+    mechanism.size, mechanism.frozen = saved["size"], saved["frozen"]
+    mechanism.started = saved["steps"] > 0
     mechanism.skips_on_host = saved["skipped_in_a_row"]
 
 

@@ -71,14 +71,17 @@ class Mechanism:
             setattr(self, name, getattr(self, name).to(home))
         self._seen = None
 
-    def start_at(self, rates: list[Rate]) -> None:
+    def start_at(self, rates: list[Rate], finite: Tensor | bool) -> None:
         """Before the first update, choose the unit that displacements are stored in: that of the
         proposals. So they are the same numbers whatever the learning rate that is typed."""
-        for rate in rates:
-            if not self.started and rate.live is not False:
-                unit = torch.as_tensor(rate.unit, dtype=self.share.dtype).to(self.share.device)
-                self.share = torch.where(unit > 0, unit, 1.0)
-                self.started = True
+        live = [rate.unit for rate in rates if rate.live is not False]
+        if self.started or not live:
+            return
+        unit = torch.as_tensor(live[0], dtype=self.share.dtype).to(self.share.device)
+        first = (self.steps == 0) & (unit > 0) & finite
+        self.share = torch.where(first, unit, self.share)
+        # Where the device decides on skipping, the first steps may all have been skipped.
+        self.started = finite is True or self._calls >= PATIENCE
 
     def count(self, finite: Tensor | bool) -> None:
         """Count a step as done or skipped, and warn, once, when many are skipped in a row."""
@@ -100,11 +103,9 @@ class Mechanism:
             self._look_later()
 
     def _look_later(self) -> None:
-        """Look at the count now and then, through a copy in host memory that the device writes
-        when it comes to it: no step waits, and the warning may come a few steps late."""
+        """Look at the count through a copy in host memory that the device writes when it comes
+        to it: no step waits, and from a GPU the warning may come a few steps late."""
         self._calls += 1
-        if self._calls % PATIENCE:
-            return
         if self._seen is None:
             pinned = self.steps.device.type == "cuda"
             self._seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)

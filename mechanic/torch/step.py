@@ -1,12 +1,13 @@
 """One mechanized step: gradients → sums → tuner → scale → parameters."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
@@ -27,7 +28,7 @@ def step(
 
     Parameters without a gradient stay where they are, and so do those of a group whose lr is 0.
     """
-    loss, args, kwargs = _evaluate(args, kwargs)
+    loss, args, kwargs = _evaluate(optimizer, args, kwargs)
     recorded = bool(optimizer.defaults.get("differentiable"))
     with torch.set_grad_enabled(recorded):
         batches = _gather(optimizer)
@@ -43,7 +44,6 @@ def step(
     rule = tuner.RULES[mechanism.options.preset]
     proportional = is_proportional(base_step) and not rule.decays_after_base
     rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
-    mechanism.start_at([rates[batch.group] for batch in batches])
 
     with torch.no_grad():
         sums = _measure(optimizer, mechanism, batches, rates)
@@ -54,14 +54,26 @@ def step(
             if not finite:
                 mechanism.count(finite)
                 return loss
+        mechanism.start_at([rates[batch.group] for batch in batches], finite)
     with torch.set_grad_enabled(recorded):
         before = [[param.clone() for param in batch.params] for batch in batches]
 
     skipping = _skipping(optimizer, batches, finite) if skips else nullcontext()
     has_own = has_modes(type(optimizer))
     view = own_view(mechanism, batches, before) if has_own else nullcontext(before)
-    with at_base_rates(optimizer, rates), skipping, view as origin:
-        result = base_step(optimizer, *args, **kwargs)
+    # LBFGS evaluates its closure several times, and may meet a NaN half-way.
+    saved = _copy_state(optimizer) if isinstance(optimizer, LBFGS) else None
+    try:
+        with at_base_rates(optimizer, rates), skipping, view as origin:
+            result = base_step(optimizer, *args, **kwargs)
+    except _NonFinite:
+        with torch.no_grad():
+            for batch, points in zip(batches, before, strict=True):
+                torch._foreach_copy_(batch.params, points)
+        optimizer.state.clear()
+        optimizer.state.update(saved or {})
+        mechanism.count(False)
+        return loss
 
     with torch.no_grad():
         _admit(optimizer, mechanism, batches, sums)
@@ -87,8 +99,12 @@ def step(
     return result
 
 
+class _NonFinite(Exception):  # noqa: N818 - it is no error, and never leaves this file
+    """A later evaluation of a closure gave NaN or inf."""
+
+
 def _evaluate(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Evaluate a closure, so that there are gradients to look at before the base sees them.
 
@@ -104,11 +120,25 @@ def _evaluate(
     def replay() -> Any:
         nonlocal evaluations
         evaluations += 1
-        return loss if evaluations == 1 else closure()
+        if evaluations == 1:
+            return loss
+        again = closure()
+        if isinstance(optimizer, LBFGS) and not _has_finite_gradients(optimizer):
+            raise _NonFinite
+        return again
 
-    return (
-        (loss, (replay, *args[1:]), kwargs) if args else (loss, args, {**kwargs, "closure": replay})
-    )
+    if args:
+        return loss, (replay, *args[1:]), kwargs
+    return loss, args, {**kwargs, "closure": replay}
+
+
+def _has_finite_gradients(optimizer: Optimizer) -> bool:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None)
+
+
+def _copy_state(optimizer: Optimizer) -> dict[Any, Any]:
+    return {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
 
 
 def _gather(optimizer: Optimizer) -> list[Batch]:
@@ -206,9 +236,16 @@ def _is_finite(optimizer: Optimizer, sums: tuner.Sums) -> Tensor:
 
 
 def _skips_by_itself(optimizer: Optimizer, base_step: Callable[..., Any]) -> bool:
-    """Whether the base leaves everything as it is where `found_inf` is set, as torch's fused do."""
-    return base_step.__module__.startswith("torch.optim.") and all(
-        group.get("fused") for group in optimizer.param_groups
+    """Whether the base leaves everything as it is where `found_inf` is set, as torch's fused do.
+
+    Not SGD's with dampening at its first step, which is not dampened: once skipped, it is over.
+    """
+    if not base_step.__module__.startswith("torch.optim."):
+        return False
+    return all(
+        group.get("fused") and (not group.get("dampening") or all(map(optimizer.state.get, own)))
+        for group in optimizer.param_groups
+        if (own := [param for param in group["params"] if param.grad is not None])
     )
 
 
@@ -259,13 +296,16 @@ def _tune(
     """The tuner's step. Returns what the stored displacement is multiplied with to be added to
     the parameters, and what an update is, to be added to the displacement."""
     scale, share = mechanism.scale, mechanism.share
-    mechanism.signal = sums.dg
+    if takes_part is True:
+        mechanism.signal = sums.dg
+    elif isinstance(takes_part, Tensor):
+        takes_part = takes_part.to(share.device)
+        mechanism.signal = torch.where(takes_part, sums.dg, mechanism.signal)
     if takes_part is not False and not mechanism.frozen:
         state, keep = tuner.update(mechanism.options, mechanism.state, sums)
         # keep is 0 only where there is no displacement yet to forget
         kept = torch.where(keep > 0, keep * share, share)
         if isinstance(takes_part, Tensor):
-            takes_part = takes_part.to(share.device)
             pairs = zip(state, mechanism.state, strict=True)
             state = tuner.State(*(torch.where(takes_part, new, old) for new, old in pairs))
             kept = torch.where(takes_part, kept, share)

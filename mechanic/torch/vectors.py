@@ -223,4 +223,6 @@ def dither(point: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
     index = torch.arange(point.numel(), device=point.device).view(point.shape)
     sequence = index * 0xC13FA9A9 + step.to(point.device) * 0x91E10DA5  # 2³²/ρ and 2³²/ρ²
     threshold = (sequence >> 8 & 0xFFFFFF).to(point.dtype) / (1 << 24)
-    return (point / unit).add_(threshold).floor_().mul_(unit).to(dtype)
+    steps = point / unit
+    below = steps.floor()
+    return torch.where(steps - below > threshold, below + 1, below).mul_(unit).to(dtype)
