@@ -433,13 +433,19 @@ def test_a_step_after_loading_ends_a_run_of_skips(row):
     assert_same(everything(fresh), everything(opt))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("row", ["SGD", "SGD-momentum", "AdamW", "Lion", "Adafactor"])
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        *((row, torch.bfloat16) for row in ("SGD", "SGD-momentum", "AdamW", "Lion", "Adafactor")),
+        ("SGD-momentum", torch.float16),
+        ("AdamW", torch.float64),
+    ],
+    ids=str,
+)
 def test_the_displacement_keeps_its_dtype(row, dtype):
     def make_it(seed: int) -> tuple[Optimizer, Problem]:
-        problem = make_problem(seed=seed, hidden=16, dtype=dtype)
-        kwargs = {"eps": 1e-4} if row == "AdamW" else {}
-        return mechanize(ROWS[row][0].factory(problem.params, lr=1.0, **kwargs)), problem
+        problem = make_problem(seed=seed, hidden=8, batch=32, dtype=dtype)
+        return mechanize(ROWS[row][0].factory(problem.params, lr=1.0)), problem
 
     opt, problem = make_it(0)
     train(opt, problem, HALF)
@@ -636,7 +642,7 @@ def test_a_hook_that_fails_leaves_nothing_behind():
 SMALL_LR = 1e-3  # one at which all plain bases train
 
 
-@pytest.mark.parametrize(("row", "used"), [*((row, 20) for row in ROWS), ("AdamW", 0), ("SGD", 0)])
+@pytest.mark.parametrize(("row", "used"), [*((row, 8) for row in ROWS), ("AdamW", 0), ("SGD", 0)])
 def test_a_plain_checkpoint_into_a_mechanized_optimizer(row, used):
     """Into a new one, and into one that has run."""
     opt, problem = plain(row, SMALL_LR)
@@ -657,8 +663,8 @@ def test_a_plain_checkpoint_into_a_mechanized_optimizer(row, used):
 
     mechanize(opt)  # which is to start tuning with the base's state, too
     assert_same(everything(fresh), everything(opt))
-    train(opt, problem, HALF, start=HALF)
-    train(fresh, other, HALF, start=HALF)
+    train(opt, problem, 20, start=10)
+    train(fresh, other, 20, start=10)
     assert_same(everything(fresh), everything(opt))
     assert_moved(fresh, factor=1.1)
 

@@ -107,6 +107,7 @@ def train(problem, base, dtype, lr=LR, schedule=None, x0=None, **options):
 def assert_same(trajectory, expected, tolerance, growth=500):
     """The same scales and points at every step, and a scale that has grown by a large factor."""
     (points, scales), (expected_points, expected_scales) = trajectory, expected
+    assert scales.max() > 0
     assert scales.max() > growth * scales[scales > 0][0]
     np.testing.assert_allclose(scales, expected_scales, rtol=tolerance, atol=0)
     errors = np.linalg.norm(points - expected_points, axis=1)

@@ -65,7 +65,7 @@ SOME = ("Adafactor", "AdamW", "LBFGS", "Lion", "Muon", "SGD-momentum", "SparseAd
     ids=str,
 )
 def test_each_dtype_alone(base, dtype):
-    problem = make_problem(base, dtype=dtype, hidden=64 if base.id == "AdamW8bit" else 16)
+    problem = make_problem(base, dtype=dtype, hidden=64 if base.id == "AdamW8bit" else 8, batch=64)
     kwargs: dict[str, Any] = {}
     if base.id == "LBFGS":
         kwargs = {"line_search_fn": "strong_wolfe", "max_iter": 2}

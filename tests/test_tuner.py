@@ -450,6 +450,7 @@ def check_regret(hs, W0):
     """The theorem of Algorithm 2 (β = 1), with explicit constants, and the bound on its wealth."""
     hs = np.array(hs)
     played, wealths = play(hs, W0)
+    assert played.max() > 0
     assert played.max() > 1.1 * played[played > 0].min()
     assert (wealths > 0).all()
     assert (wealths[1:] >= wealths[:-1] / 2 * (1 - 1e-12)).all()  # no bet is above a half

@@ -47,9 +47,9 @@ def step(
 
     with torch.no_grad():
         sums = _measure(optimizer, mechanism, batches, rates)
-        finite: Tensor | bool = _is_finite(optimizer, sums)
+        finite = _is_finite(optimizer, mechanism, sums)
         skips = _skips_by_itself(optimizer, base_step)
-        if mechanism.options.skip_nonfinite and not skips and sums.dg.device.type != "meta":
+        if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
             finite = bool(finite)  # the one host synchronisation, where the base needs it
             if not finite:
                 mechanism.count(finite)
@@ -58,7 +58,11 @@ def step(
     with torch.set_grad_enabled(recorded):
         before = [[param.clone() for param in batch.params] for batch in batches]
 
-    skipping = _skipping(optimizer, batches, finite) if skips else nullcontext()
+    skipping = (
+        _skipping(optimizer, batches, finite)
+        if skips and isinstance(finite, Tensor)
+        else nullcontext()
+    )
     has_own = has_modes(type(optimizer))
     view = own_view(mechanism, batches, before) if has_own else nullcontext(before)
     # LBFGS evaluates its closure several times, and may meet a NaN half-way.
@@ -226,12 +230,14 @@ def _reference(
     return x1, d
 
 
-def _is_finite(optimizer: Optimizer, sums: tuner.Sums) -> Tensor:
+def _is_finite(optimizer: Optimizer, mechanism: Mechanism, sums: tuner.Sums) -> Tensor | bool:
     """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0."""
-    finite = torch.isfinite(sums.dg)
+    finite: Tensor | bool = True
+    if mechanism.options.skip_nonfinite:
+        finite = torch.isfinite(sums.dg)
     found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None:
-        finite = finite & (found_inf.to(finite.device).reshape(()) == 0)
+    if found_inf is not None:  # GradScaler's, which a fused base honours whatever the option
+        finite = finite & (found_inf.to(sums.dg.device).reshape(()) == 0)
     return finite
 
 
@@ -250,9 +256,8 @@ def _skips_by_itself(optimizer: Optimizer, base_step: Callable[..., Any]) -> boo
 
 
 @contextmanager
-def _skipping(optimizer: Optimizer, batches: list[Batch], finite: Tensor | bool) -> Iterator[None]:
+def _skipping(optimizer: Optimizer, batches: list[Batch], finite: Tensor) -> Iterator[None]:
     """Let a fused base skip its step by itself where the gradients are not finite."""
-    assert isinstance(finite, Tensor)
     owners = [owner for batch in batches for owner in batch.owners]
     new = [owner for owner in owners if not optimizer.state.get(owner)]
     had = getattr(optimizer, "found_inf", None)
