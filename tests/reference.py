@@ -207,7 +207,8 @@ def _moments(g, state, betas):
 # Two problems of 300 steps. Both are noisy, and have to be: with exact gradients the tuner goes to
 # the edge of stability, and there a trajectory is chaotic. In this reference alone, run twice,
 # relative errors of 1e-7 in x and g then grow to O(1) in S (full batches of wine, or the quadratic
-# with a noise of 0.1). On the problems below they stay under 1e-5 for every base and rule.
+# with a noise of 0.1). On the problems below they stay under 1e-5 for every base and rule, and the
+# seeds are such that Lion takes no sign of a number that rounding in float32 could flip.
 
 STEPS = 300
 
@@ -232,7 +233,7 @@ class Wine:
     def __init__(self):
         features, labels = load_wine(return_X_y=True)
         features = (features - features.mean(0)) / features.std(0)
-        draw = np.random.default_rng(0)
+        draw = np.random.default_rng(10)
         rows = [draw.permutation(len(features))[:16] for _ in range(STEPS)]
         self.features, self.labels = features[rows], labels[rows]
         self.x0 = draw.normal(size=42) / 2  # 13 × 3 weights, then 3 biases

@@ -149,9 +149,9 @@ def test_float32(problem, base, preset):
         return u
 
     expected = expect(problem, base._replace(reference=watched), preset)
-    # Lion takes signs, which rounding would flip. The seeds are such that it takes none of a
-    # number within 1e-4 of 0, a hundred times the rounding of float32.
-    assert nearest > 1e-4
+    # Lion takes signs, which rounding would flip near 0. It takes none there: errors of 1e-6, as S
+    # has them here, are far from enough.
+    assert nearest > 2e-5
     # 2e-5 was the largest error seen.
     assert_same(train(problem, base, torch.float32, preset=preset), expected, 1e-3)
 

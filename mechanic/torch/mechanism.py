@@ -63,6 +63,9 @@ class Mechanism:
         """Follow the parameters to another device."""
         if self.scale.device == home:
             return
+        if self.scale.device.type == "meta":  # the model has been given its memory
+            self._start(home)
+            return
         dtype = vectors.scalar_dtype(home)
         self.state = tuner.State(*(value.to(home, dtype) for value in self.state))
         for name in ("scale", "share", "signal", "reference_square"):

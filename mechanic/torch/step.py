@@ -34,7 +34,7 @@ def step(
         batches = _gather(optimizer)
     if not batches:
         return base_step(optimizer, *args, **kwargs)
-    home = vectors.home_of(batch.device for batch in batches)
+    home = vectors.home_of(mechanism.scale.device, (batch.device for batch in batches))
     if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "
@@ -289,7 +289,8 @@ def _takes_part(finite: Tensor | bool, batches: list[Batch], rates: list[Rate]) 
     """Whether the tuner learns from this step: the gradients are finite, and some lr is not 0."""
     live: Tensor | bool = False
     for batch in batches:
-        live = live | rates[batch.group].live
+        if batch.device.type != "meta":
+            live = live | rates[batch.group].live
     if isinstance(live, Tensor) and isinstance(finite, Tensor):
         live = live.to(finite.device)
     return live & finite

@@ -9,7 +9,7 @@ part of Δ changes a number instead of passing over the parameters.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).
 _SMALL = 1 << 14
+
+# Narrow parameters are worked on in pieces of this many elements.
+_PIECE = 1 << 15
 
 
 class Batch(NamedTuple):
@@ -127,9 +130,12 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def home_of(devices: Iterable[torch.device]) -> torch.device:
-    """Where the tuner's scalars live: with the parameters, on an accelerator if one holds any."""
+def home_of(present: torch.device, devices: Iterable[torch.device]) -> torch.device:
+    """Where the tuner's scalars live: with the parameters, on an accelerator if one holds any.
+    They stay where they are `present` when the parameters have no memory."""
     found = list(dict.fromkeys(devices))
+    if all(device.type == "meta" for device in found):
+        return present
     for kind in ("meta", "cpu"):
         found = [device for device in found if device.type != kind] or found
     return found[0]
@@ -146,10 +152,11 @@ def batches(
             made[key] = Batch(group, [], [], [], [])
         batch = made[key]
         batch.owners.append(param)
-        batch.params.append(real(param))
+        # A conjugate view is worked on as what it is a view of.
+        batch.params.append(real(param.conj() if param.is_conj() else param))
         batch.displacements.append(displacement)
         if grad is not None:
-            batch.grads.append(real(grad))
+            batch.grads.append(real(grad.conj() if param.is_conj() else grad))
     return list(made.values())
 
 
@@ -166,9 +173,12 @@ def propose(batch: Batch, origin: list[Tensor]) -> list[Tensor]:
     """The square of what the base added to each parameter, which it found at `origin`. That
     proposal is left in the parameter, where it can hold it."""
     if batch.is_narrow:
-        return squares(
-            [p.to(batch.dtype) - x for p, x in zip(batch.params, origin, strict=True)], batch.dtype
+        added = (
+            param.to(batch.dtype) - x
+            for pair in zip(batch.params, origin, strict=True)
+            for _, (param, x) in _pieces(*pair)
         )
+        return [q for proposal in added for q in squares([proposal], batch.dtype)]
     torch._foreach_sub_(batch.params, origin)
     return squares(batch.params, batch.dtype)
 
@@ -179,11 +189,12 @@ def apply(
     """Play the next point. On entry the parameters hold what `propose` left there."""
     params, stored, count = batch.params, batch.displacements, len(before)
     if batch.is_narrow:
-        for param, x, base_x, delta in zip(params, before, origin, stored, strict=True):
-            proposal = param.to(delta.dtype) - base_x
-            point = x.to(delta.dtype).addcmul_(delta, by.grow).addcmul_(proposal, by.scale)
-            delta.addcmul_(proposal, by.gain)
-            param.copy_(dither(point, param.dtype, step))
+        for tensors in zip(params, before, origin, stored, strict=True):
+            for first, (param, x, base_x, delta) in _pieces(*tensors):
+                proposal = param.to(delta.dtype) - base_x
+                point = x.to(delta.dtype).addcmul_(delta, by.grow).addcmul_(proposal, by.scale)
+                delta.addcmul_(proposal, by.gain)
+                param.copy_(dither(point, param.dtype, step, first))
         return
     torch._foreach_addcmul_(before, stored, [by.grow] * count)
     torch._foreach_addcmul_(stored, params, [by.gain] * count)
@@ -206,21 +217,31 @@ def apply_recorded(batch: Batch, before: list[Tensor], by: Coefficients) -> list
     return moved
 
 
-def dither(point: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
+def _pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Tensors side by side in pieces, each with its place: what is made of one stays small."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield 0, tensors
+        return
+    pieces = zip(*(torch.split(tensor.view(-1), _PIECE) for tensor in tensors), strict=True)
+    for index, piece in enumerate(pieces):
+        yield index * _PIECE, piece
+
+
+def dither(point: Tensor, dtype: torch.dtype, step: Tensor, first: int = 0) -> Tensor:
     """Round to a narrow dtype so that many small steps add up to what they should.
 
     Rounding to nearest would swallow every step below half a unit in the last place. Here an
     element is rounded down or up in proportion to where it lies between its neighbours, against
     a threshold that runs evenly through [0, 1) from step to step and from element to element
     (Roberts' R2 sequence), so that it is reproducible and needs no random state. A value that
-    `dtype` can represent is left as it is.
+    `dtype` can represent is left as it is. `first` is the place of the first element in its tensor.
     """
     info = torch.finfo(dtype)
     digits = 1 - round(math.log2(info.eps))
-    smallest = max(round(math.log2(info.smallest_normal * info.eps)), -126)
+    smallest = round(math.log2(info.smallest_normal) + math.log2(info.eps))
     exponent = torch.frexp(point).exponent - digits
     unit = torch.exp2(exponent.clamp_(min=smallest).to(point.dtype))
-    index = torch.arange(point.numel(), device=point.device).view(point.shape)
+    index = torch.arange(first, first + point.numel(), device=point.device).view(point.shape)
     sequence = index * 0xC13FA9A9 + step.to(point.device) * 0x91E10DA5  # 2³²/ρ and 2³²/ρ²
     threshold = (sequence >> 8 & 0xFFFFFF).to(point.dtype) / (1 << 24)
     steps = point / unit
