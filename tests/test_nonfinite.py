@@ -125,7 +125,7 @@ def clean_end(row: str) -> dict[str, Any]:
 def make(row: tuple[Base, dict[str, Any]], **options: Any) -> tuple[Optimizer, Problem]:
     base, flags = row
     if base.id == "LBFGS":  # a few evaluations a step
-        flags = {"line_search_fn": "strong_wolfe", "max_iter": 4, **flags}
+        flags = {"line_search_fn": "strong_wolfe", "max_iter": 3, "history_size": 5, **flags}
     problem = make_problem(base, hidden=64 if base.id == "AdamW8bit" else 16)
     return mechanize(base.factory(problem.params, lr=1.0, **flags), **options), problem
 
@@ -236,7 +236,11 @@ def _two_groups(base: Base, lr: float | Tensor) -> tuple[Optimizer, Problem]:
     return mechanize(base.factory(groups, lr=1.0)), problem
 
 
-@pytest.mark.parametrize("base", [base for base in BASES if not base.one_group], ids=str)
+@pytest.mark.parametrize(
+    "base",
+    [b for b in BASES if not b.one_group and not b.id.startswith(("Adam-", "RMSprop-"))],
+    ids=str,
+)
 def test_in_a_group_whose_lr_is_zero(base):
     opt, problem = _two_groups(base, 0.0)
     idle = opt.param_groups[1]["params"][-1]
@@ -318,8 +322,8 @@ def test_in_a_sparse_gradient(base, coalesced):
 def test_in_a_later_evaluation_of_a_closure(search, at):
     """LBFGS evaluates the closure several times a step; a NaN may come up in any of them."""
     problem = make_problem(BY_ID["LBFGS"], hidden=16)
-    base = torch.optim.LBFGS(problem.params, lr=0.1, max_iter=4, line_search_fn=search)
-    opt = mechanize(base)
+    kwargs = {"max_iter": 4, "history_size": 5, "line_search_fn": search}
+    opt = mechanize(torch.optim.LBFGS(problem.params, lr=0.1, **kwargs))
     good_steps(opt, problem, 0, 20)
     assert_moved(opt)
     before, evaluations = problem.total(), itertools.count(1)
@@ -333,7 +337,7 @@ def test_in_a_later_evaluation_of_a_closure(search, at):
     opt.step(closure)
     assert next(evaluations) > at, "the bad evaluation never came"
     assert all(param.isfinite().all() for param in problem.params)
-    good_steps(opt, problem, 20, 40)
+    good_steps(opt, problem, 20, 30)
     assert problem.total() < before
 
 

@@ -576,7 +576,7 @@ def _noisy_digits() -> tuple[Tensor, Tensor]:
 def _final_loss(
     make: Callable[..., Optimizer], dtype: torch.dtype, seed: int, lr: float, **options: Any
 ) -> float:
-    """The loss over all digits after 120 steps of logistic regression."""
+    """The loss over all digits after 100 steps of logistic regression."""
     images, labels = _noisy_digits()
     generator = torch.Generator().manual_seed(seed)
     model = nn.Linear(64, 10)
@@ -586,7 +586,7 @@ def _final_loss(
     model.to(dtype)
     images = images.to(dtype)
     opt = mechanize(make(model.parameters(), lr=lr), **options)
-    for _ in range(120):
+    for _ in range(100):
         chosen = torch.randint(0, len(labels), (64,), generator=generator)
         opt.zero_grad()
         logits = model(images[chosen]).float()

@@ -158,8 +158,7 @@ class Mechanized(Optimizer):
 
 
 def _attach(optimizer: Optimizer, options: Options) -> None:
-    devices = [param.device for group in optimizer.param_groups for param in group["params"]]
-    mechanism = Mechanism(options, vectors.home_of(devices[0], devices))
+    mechanism = Mechanism(options, vectors.home_of([], optimizer.param_groups))
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
     optimizer._patch_step_function()

@@ -34,7 +34,7 @@ def step(
         batches = _gather(optimizer)
     if not batches:
         return base_step(optimizer, *args, **kwargs)
-    home = vectors.home_of(mechanism.scale.device, (batch.device for batch in batches))
+    home = vectors.home_of([batch.device for batch in batches], optimizer.param_groups)
     if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "

@@ -10,7 +10,7 @@ part of Δ changes a number instead of passing over the parameters.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,12 +130,12 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def home_of(present: torch.device, devices: Iterable[torch.device]) -> torch.device:
-    """Where the tuner's scalars live: with the parameters, on an accelerator if one holds any.
-    They stay where they are `present` when the parameters have no memory."""
+def home_of(devices: list[torch.device], groups: list[dict[str, Any]]) -> torch.device:
+    """Where the tuner's scalars live: with the parameters of this step, on an accelerator if one
+    holds any; where none of them has memory, with the optimizer's others."""
     found = list(dict.fromkeys(devices))
     if all(device.type == "meta" for device in found):
-        return present
+        found = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
     for kind in ("meta", "cpu"):
         found = [device for device in found if device.type != kind] or found
     return found[0]
