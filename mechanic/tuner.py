@@ -109,14 +109,19 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
     n, S = len(beta), s.sum()
+    before = U
     sigma, U = start(options, U, sums)
+    # A base that has only now begun to move, after a warm-up from almost 0 or a first update by
+    # weight decay alone: what was learned in units of so small a step counts as much less.
+    rebase = 1 / _max(_divide(U, CLIP * before), 1.0)
     h = _signal(options, S, sums)
     h = xp.where(m > 0, xp.clip(h + 0 * m, -CLIP * m, CLIP * m), h)
     m = _max(beta * m, abs(h))
     v = beta**2 * v + h**2
-    r = _max(beta * r - s * h, 0.0)
+    r = rebase * _max(beta * r - s * h, 0.0)
     s = xp.where(v > 0, _divide(sigma * m / n + r, xp.sqrt(v)), sigma / n)
-    s = s * _max(_divide(SHRINK * S, s.sum()), 1.0)
+    s = s * _max(_divide(SHRINK * rebase * S, s.sum()), 1.0)
+    M = rebase * M
     largest = _max(s.sum(), M)
     keep = 1 / _max(_divide(largest, (1 + FORGET) * M), 1.0)
     return State(beta, m, v, r, s, largest, U), keep

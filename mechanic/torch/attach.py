@@ -122,6 +122,7 @@ def mechanize(
             f"{base.__name__} wraps another optimizer, and a step of it need not be a step of that "
             "one. Mechanize the inner optimizer before it is wrapped."
         )
+    _refuse_replaced_step(optimizer)
     optimizer.__class__ = mechanized_class(base, options)
     _attach(optimizer, options)
     return optimizer
@@ -173,15 +174,8 @@ def rewrap_step(optimizer: Optimizer) -> None:
     A scheduler replaces `step` on the instance by a function that notes the call (`_opt_called`)
     and runs the step of the class that the optimizer had then.
     """
-    patched = vars(optimizer).pop("step", None)
-    if patched is None:
+    if vars(optimizer).pop("step", None) is None:
         return
-    if not hasattr(patched, "_wrapped_by_lr_sched"):
-        optimizer.step = patched  # type: ignore[method-assign]
-        raise ValueError(
-            f"the step of this {type(optimizer).__name__} was replaced on the instance, by "
-            f"{patched!r}, which would bypass the tuner. Call mechanize before what replaces it."
-        )
     optimizer_ref = ref(optimizer)
 
     @functools.wraps(type(optimizer).step)
@@ -192,6 +186,15 @@ def rewrap_step(optimizer: Optimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = tracked  # type: ignore[method-assign]
+
+
+def _refuse_replaced_step(optimizer: Optimizer) -> None:
+    patched = vars(optimizer).get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"the step of this {type(optimizer).__name__} was replaced on the instance, by "
+            f"{patched!r}, which would bypass the tuner. Call mechanize before what replaces it."
+        )
 
 
 def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:

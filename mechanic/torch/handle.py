@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from mechanic.torch import checkpoint
@@ -13,8 +13,9 @@ from mechanic.torch.attach import MECHANISM, Mechanized, rewrap_step
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
 
-# Learning rates, beside lr itself, that torch's schedulers keep in the groups and in themselves.
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+# Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
+_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "step_sizes")
+_STATE_RATES = ("eta", "step_size")  # ASGD's and Rprop's own
 _SCHEDULER_RATES = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
 
 
@@ -115,7 +116,8 @@ class Tuner:
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own
         state, the learned lr in its groups, and its schedules at the learned scale."""
-        optimizer, scale = self._optimizer, float(self.scale)
+        optimizer = self._optimizer
+        scale = float(self.scale) or 1.0  # nothing learned yet: the lr that was typed
         base = type(optimizer)._base  # type: ignore[attr-defined]
         if has_modes(base):
             with torch.no_grad():
@@ -129,6 +131,9 @@ class Tuner:
             _rescale(vars(scheduler), _SCHEDULER_RATES, scale)
         for group in optimizer.param_groups:
             _rescale(group, _GROUP_RATES, scale)
+        if isinstance(optimizer, (ASGD, Rprop)):
+            for state in optimizer.state.values():
+                _rescale(state, _STATE_RATES, scale)
         return optimizer
 
 

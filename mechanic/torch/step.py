@@ -65,8 +65,12 @@ def step(
     )
     has_own = has_modes(type(optimizer))
     view = own_view(mechanism, batches, before) if has_own else nullcontext(before)
-    # LBFGS evaluates its closure several times, and may meet a NaN half-way.
-    saved = _copy_state(optimizer) if isinstance(optimizer, LBFGS) else None
+    # LBFGS evaluates its closure several times, and may meet a NaN half-way; and it moves
+    # parameters that have no gradient along directions of earlier steps.
+    is_lbfgs = isinstance(optimizer, LBFGS)
+    saved = _copy_state(optimizer) if is_lbfgs else {}
+    idle = _without_gradient(optimizer) if is_lbfgs else []
+    at_rest = [param.detach().clone() for param in idle]
     try:
         with at_base_rates(optimizer, rates), skipping, view as origin:
             result = base_step(optimizer, *args, **kwargs)
@@ -74,12 +78,14 @@ def step(
         with torch.no_grad():
             for batch, points in zip(batches, before, strict=True):
                 torch._foreach_copy_(batch.params, points)
+            _put_back(idle, at_rest)
         optimizer.state.clear()
-        optimizer.state.update(saved or {})
+        optimizer.state.update(saved)
         mechanism.count(False)
         return loss
 
     with torch.no_grad():
+        _put_back(idle, at_rest)
         _admit(optimizer, mechanism, batches, sums)
         if rule.decays_after_base:
             sums = _measure_decay(mechanism, batches, sums)
@@ -145,6 +151,16 @@ def _copy_state(optimizer: Optimizer) -> dict[Any, Any]:
     return {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
 
 
+def _without_gradient(optimizer: Optimizer) -> list[Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param for param in params if param.grad is None]
+
+
+def _put_back(params: list[Tensor], points: list[Tensor]) -> None:
+    for param, point in zip(params, points, strict=True):
+        param.copy_(point)
+
+
 def _gather(optimizer: Optimizer) -> list[Batch]:
     """The parameters that have a gradient, in batches. New ones get a displacement of zero, which
     `_admit` makes part of the optimizer's state when the base has made its own."""
@@ -169,8 +185,11 @@ def _measure(
     for batch in batches:
         live = rates[batch.group].live
         terms = vectors.inner(batch.displacements, batch.grads)
-        # A group at lr 0 has no part in h, but a NaN in it must still show.
-        dg += terms if live is True else [term * live for term in terms]
+        if live is not True:  # no part in h, but a NaN in it must still show
+            terms = [term * live for term in terms]
+        if optimizer.param_groups[batch.group].get("maximize"):
+            terms = [-term for term in terms]
+        dg += terms
     x1, d = _reference(optimizer, mechanism, batches)
     sums = tuner.Sums(vectors.total(dg, home) * mechanism.share, 0.0, 0.0, 0.0, 0.0, x1, d)
     if mechanism.options.s_decay:
