@@ -46,7 +46,7 @@ few_bases = pytest.mark.parametrize("row", ["SGD", "SGD-momentum", "AdamW", "LBF
 def plain(row: str, lr: Any = 1.0, seed: int = 0, **kwargs: Any) -> tuple[Optimizer, Problem]:
     base, flags = ROWS[row]
     if base.id == "LBFGS":
-        flags = {"line_search_fn": "strong_wolfe", "max_iter": 3, "history_size": 5}
+        flags = {"line_search_fn": "strong_wolfe", "max_iter": 4, "history_size": 5}
     hidden = 64 if base.id == "AdamW8bit" else 16
     problem = make_problem(base, seed=seed, hidden=hidden, **kwargs)
     return base.factory(problem.params, lr=lr, **flags), problem

@@ -151,8 +151,8 @@ def test_float32(problem, base, preset):
     expected = expect(problem, base._replace(reference=watched), preset)
     # Lion takes signs, which rounding would flip near 0. It takes none there: errors of 1e-6, as S
     # has them here, are far from enough.
-    assert nearest > 2e-5
-    # 2e-5 was the largest error seen.
+    assert nearest > 5e-5
+    # 3e-5 was the largest error seen.
     assert_same(train(problem, base, torch.float32, preset=preset), expected, 1e-3)
 
 

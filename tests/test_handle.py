@@ -372,9 +372,7 @@ def test_hooks_outlive_a_detach() -> None:
     assert calls == ["pre", "post"] * 2
 
 
-@pytest.mark.parametrize(
-    ("early", "at"), [(True, 21), (False, 5)], ids=["made before mechanize", "made after"]
-)
+@pytest.mark.parametrize(("early", "at"), [(True, 21), (False, 5)], ids=["early", "late"])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_detached_a_schedule_goes_on_in_its_shape(
     make: Callable[[Optimizer], Any], early: bool, at: int

@@ -125,7 +125,7 @@ def clean_end(row: str) -> dict[str, Any]:
 def make(row: tuple[Base, dict[str, Any]], **options: Any) -> tuple[Optimizer, Problem]:
     base, flags = row
     if base.id == "LBFGS":  # a few evaluations a step
-        flags = {"line_search_fn": "strong_wolfe", "max_iter": 3, "history_size": 5, **flags}
+        flags = {"line_search_fn": "strong_wolfe", "max_iter": 4, "history_size": 5, **flags}
     problem = make_problem(base, hidden=64 if base.id == "AdamW8bit" else 16)
     return mechanize(base.factory(problem.params, lr=1.0, **flags), **options), problem
 
