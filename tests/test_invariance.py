@@ -93,7 +93,7 @@ def test_typed_lr_under_a_schedule(base, lr):
     assert not np.allclose(expected[0], at_one(base)[0], rtol=0.05)
 
 
-@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1e4, 1e8])
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e8])
 def test_scale_of_the_loss(scale):
     trajectory = train("scale-free adamw", 1.0, loss_scale=scale)
     assert_same(trajectory, at_one("scale-free adamw"), 1e-3)

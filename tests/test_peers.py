@@ -127,7 +127,7 @@ def test_optax(problem, base):
     assert_same(ours(problem, base, "optax"), optaxs(problem, base), 1e-9)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["momentum", "adamw"])
 def test_presets_differ(base):
     presets = ("paper", "mechanic-pytorch", "optax", "default")
     scales = {preset: ours("wine", base, preset)[1][2:] for preset in presets}

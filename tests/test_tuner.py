@@ -19,14 +19,14 @@ from mechanic.options import Options
 torch.set_num_threads(1)
 
 PRESETS = ("default", "paper", "mechanic-pytorch", "optax")
-light = settings(max_examples=40, deadline=None)
+light = settings(max_examples=30, deadline=None)
 
 
 # Sequences of what steps measure
 
 
 def sums_of(h, *, gradient=1.0, update=1.0):
-    """What 1 step measures, where only h is of interest: g and u by their norms, d = 10."""
+    """What one step measures, where only h is of interest: g and u by their norms, d = 10."""
     return tuner.Sums(
         dg=np.float64(h),
         dx=np.float64(0.3),
