@@ -1,9 +1,9 @@
 """The options of a tuner: one frozen dataclass, checked where it is made."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeGuard, get_args
+from numbers import Real
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
 
@@ -58,7 +58,7 @@ class Options:
     synchronisation; for the others on a GPU it costs one scalar a step."""
 
     def __post_init__(self) -> None:
-        if self.preset not in _PRESETS:
+        if not isinstance(self.preset, str) or self.preset not in _PRESETS:
             known = ", ".join(repr(name) for name in get_args(Preset))
             raise ValueError(f"preset must be one of {known}, got {self.preset!r}.")
         preset = _PRESETS[self.preset]
@@ -66,7 +66,8 @@ class Options:
             object.__setattr__(self, "s_init", preset.s_init)
         if self.s_decay is None:
             object.__setattr__(self, "s_decay", preset.s_decay)
-        if self.s_init != "relative" and not (_is_real(self.s_init) and self.s_init > 0):
+        is_relative = isinstance(self.s_init, str) and self.s_init == "relative"
+        if not is_relative and not (_is_real(self.s_init) and self.s_init > 0):
             raise ValueError(
                 f"s_init must be a finite number above 0 or 'relative', got {self.s_init!r}. "
                 "Leave it out for the preset's own start."
@@ -77,7 +78,7 @@ class Options:
                 "Use 0.01 for the paper's decay, 0 for none."
             )
         object.__setattr__(self, "betas", _checked_betas(self.betas))
-        if not (isinstance(self.max_scale, (int, float)) and self.max_scale > 0):
+        if not (self.max_scale == math.inf or (_is_real(self.max_scale) and self.max_scale > 0)):
             raise ValueError(
                 f"max_scale must be a number above 0, got {self.max_scale!r}. "
                 "Leave it out for no cap."
@@ -86,13 +87,16 @@ class Options:
             raise ValueError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}.")
 
 
-def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_real(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number, of any library that registers its numbers with Python."""
+    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 
-def _checked_betas(betas: Iterable[float]) -> tuple[float, ...]:
+def _checked_betas(betas: Any) -> tuple[float, ...]:
     fix = f"Use a sequence of numbers from 0 to 1, such as {PAPER_BETAS}."
     try:
+        if isinstance(betas, str):
+            raise TypeError
         values = tuple(float(beta) for beta in betas)
     except (TypeError, ValueError):
         raise ValueError(f"betas must be a sequence of numbers, got {betas!r}. {fix}") from None

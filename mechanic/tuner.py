@@ -101,9 +101,7 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     1.487
     """
     state, keep = RULES[options.preset].update(options, state, sums)
-    if options.max_scale < math.inf:
-        state = state._replace(s=state.s / _max(state.s.sum() / options.max_scale, 1.0))
-    return state, keep
+    return state._replace(s=_capped(options, state.s)), keep
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -121,6 +119,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     r = rebase * _max(beta * r - s * h, 0.0)
     s = xp.where(v > 0, _divide(sigma * m / n + r, xp.sqrt(v)), sigma / n)
     s = s * _max(_divide(SHRINK * rebase * S, s.sum()), 1.0)
+    s = _capped(options, s)
     M = rebase * M
     largest = _max(s.sum(), M)
     keep = 1 / _max(_divide(largest, (1 + FORGET) * M), 1.0)
@@ -167,6 +166,10 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     v = beta**2 * v + h**2
     W = sigma * m / len(beta) + _max(r, 0.0)
     return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U), keep
+
+
+def _capped(options: Options, s: Array) -> Array:
+    return s if options.max_scale == math.inf else s / _max(s.sum() / options.max_scale, 1.0)
 
 
 class Rule(NamedTuple):

@@ -39,6 +39,7 @@ def run(
     the base. Returns the points x_1, ..., x_{T+1} and the scales S_1, ..., S_{T+1}.
     """
     update_scale = {"default": g5, "paper": algorithm1}[rule]
+    options = dict(options or {}) | ({"cap": cap} if rule == "default" else {})
     x_ref = np.array(x0, dtype=np.float64)
     x, delta = x_ref.copy(), np.zeros_like(x_ref)  # lines 2 and 3
     memory, tuner = {}, {"x1": x_ref}
@@ -47,7 +48,7 @@ def run(
         g = gradient(x, t)  # line 6
         factor = 1.0 if schedule is None else schedule(t)
         u = base(g, x, memory, np.asarray(lr) * factor, **hyper)  # line 7
-        s, q = update_scale(tuner, delta, g, x, u, **(options or {}))  # lines 10 to 16
+        s, q = update_scale(tuner, delta, g, x, u, **options)  # lines 10 to 16
         s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
         tuner["s"] = s
         # Line 9, where the default rule forgets a part of the past: of all of Δ, whichever
@@ -101,8 +102,9 @@ def algorithm1(
     return s, 1.0
 
 
-def g5(state, delta, g, x, u, *, betas=BETAS):
-    """The default rule: constants and lines as in the study that chose it."""
+def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
+    """The default rule: constants and lines as in the study that chose it, and two of ours: what
+    was learned is rebased when U more than triples, and M is of scales that were played."""
     rho, gamma, clip, shrink = 1e-4, 0.05, 3.0, 0.5
     beta = np.asarray(betas)
     n, zero = len(beta), np.zeros(len(beta))
@@ -111,18 +113,20 @@ def g5(state, delta, g, x, u, *, betas=BETAS):
 
     X = max(np.linalg.norm(state["x1"]), 0.01 * math.sqrt(x.size))
     U = max(state.get("U", 0.0), np.linalg.norm(u))
+    rebase = min(1.0, clip * state.get("U", 0.0) / U) if state.get("U", 0.0) > 0 else 1.0
     sigma = rho * X / U if U > 0 else 0.0
     h = delta @ g
     h = np.where(m > 0, np.clip(h, -clip * m, clip * m), h)  # ĥ, one for each β
     m = np.maximum(beta * m, np.abs(h))
     v = beta**2 * v + h**2
-    r = np.maximum(0.0, beta * r - s * h)
+    r = rebase * np.maximum(0.0, beta * r - s * h)
+    S, M = rebase * S, rebase * M
     s = np.full(n, sigma / n)  # while v_i = 0
     seen = v > 0
     s[seen] = (sigma * m / n + r)[seen] / np.sqrt(v[seen])
     if 0 < s.sum() < shrink * S:
         s = s * (shrink * S / s.sum())
-    largest = max(M, s.sum())
+    largest = max(M, min(cap, s.sum()))
     q = min(1.0, (1 + gamma) * M / largest) if largest > 0 else 1.0
     state.update(m=m, v=v, r=r, M=largest, U=U)
     return s, q

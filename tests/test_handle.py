@@ -283,11 +283,11 @@ def test_detached_it_steps_as_a_plain_optimizer_with_that_lr_and_state(base: Bas
     assert_equal(problem.params, twin.params)
 
 
-@pytest.mark.parametrize(
-    "name", ["AdamW", "SGD-momentum", "Lion", "RMSprop", "NAdam", "SparseAdam"]
-)
-def test_detached_it_goes_on_as_if_frozen(name: str) -> None:
-    base = BY_ID[name]
+SAME = [BY_ID[name] for name in ("AdamW", "SGD-momentum", "Lion", "RMSprop", "NAdam", "SparseAdam")]
+
+
+@pytest.mark.parametrize("base", [*SAME, BY_ID["Rprop"], *(b for b in BASES if b.modes)], ids=str)
+def test_detached_it_goes_on_as_if_frozen(base: Base) -> None:
     frozen, one = trained(base, lr=0.75, dtype=torch.float64)
     detached, two = trained(base, lr=0.75, dtype=torch.float64)
     tuner(frozen).freeze()

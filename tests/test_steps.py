@@ -1021,6 +1021,26 @@ def test_a_scaler_skips_an_inf_step(base: Base, fused: bool, inf_at: int) -> Non
     assert_moved(with_inf)
 
 
+@pytest.mark.parametrize(("base", "fused"), SCALED)
+def test_a_scaler_that_found_inf_skips_whatever_became_of_it(base: Base, fused: bool) -> None:
+    """The gradients may have been mended since; the scaler's word counts."""
+    problem, scaler = make_problem(), make_scaler()
+    opt = mechanize(base.factory(problem.params, fused=fused))
+    train_scaled(opt, scaler, problem, range(20))
+    assert_moved(opt)
+    weights, known, moved = values(problem.params), tuner_of(opt), displacements(opt)
+    problem.model.zero_grad()
+    scaler.scale(problem.loss(20)).backward()
+    problem.params[0].grad[0] = math.inf
+    scaler.unscale_(opt)
+    problem.params[0].grad.nan_to_num_(0.0, 0.0, 0.0)
+    scaler.step(opt)
+    scaler.update()
+    assert_equal(problem.params, weights)
+    assert_equal(tuner_of(opt), known)
+    assert_equal(displacements(opt), moved)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_with_unscaling_and_clipping(fused: bool) -> None:
     one, two = make_problem(), make_problem()
