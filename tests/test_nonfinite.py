@@ -197,10 +197,10 @@ def test_what_the_tuner_shows_stays(row):
     assert_moved(opt)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_sign_of_a_zero_weight_survives(fused):
+def test_the_sign_of_a_zero_weight_survives():
+    """Not under a fused base, which skips on the device: -0.0 + 0·Δ is 0.0 there."""
     weight = nn.Parameter(torch.tensor([-0.0, 1.0, 2.0]))
-    opt = mechanize(torch.optim.AdamW([weight], fused=fused))
+    opt = mechanize(torch.optim.AdamW([weight]))
     before = bits(weight)
     weight.grad = torch.tensor([0.0, math.nan, 1.0])
     opt.step()
@@ -326,7 +326,7 @@ def test_in_a_later_evaluation_of_a_closure(search, at):
     opt = mechanize(torch.optim.LBFGS(problem.params, lr=0.1, **kwargs))
     good_steps(opt, problem, 0, 20)
     assert_moved(opt)
-    before, evaluations = problem.total(), itertools.count(1)
+    before, loss, evaluations = snapshot(opt), problem.total(), itertools.count(1)
 
     def closure() -> Tensor:
         loss = problem.backward()
@@ -336,9 +336,10 @@ def test_in_a_later_evaluation_of_a_closure(search, at):
 
     opt.step(closure)
     assert next(evaluations) > at, "the bad evaluation never came"
-    assert all(param.isfinite().all() for param in problem.params)
+    assert_same(snapshot(opt), before)
+    assert skipped(opt) == 1
     good_steps(opt, problem, 20, 30)
-    assert problem.total() < before
+    assert problem.total() < loss
 
 
 def test_a_skipped_step_gives_the_loss_of_its_closure():

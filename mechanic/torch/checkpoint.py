@@ -22,6 +22,8 @@ TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
 _SCALARS = ("scale", "share", "signal", "reference_square")
+# Entries of torch's optimizers (and Lion's) that have their parameter's shape.
+_SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
 _COUNTERS = ("steps", "skipped", "skipped_in_a_row")
 
 
@@ -78,6 +80,13 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
                 if saved:
                     displacements[param] = displacement
                 state[key] = own
+            _check_base_state(optimizer, key, param, state.get(key, {}))
+        if saved.get("steps") and not displacements:
+            raise ValueError(
+                "the checkpoint holds a tuner that has run, but no displacement of a parameter. "
+                "Nothing was loaded. If it came through torch.distributed.checkpoint, load it into "
+                "an optimizer that has made a step, so that there is a place for them."
+            )
         return {**state_dict, "state": {key: own for key, own in state.items() if own != {}}}
 
     def put_back(_: Optimizer) -> None:
@@ -141,6 +150,13 @@ def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     if not saved:
         return
+    expected = {"preset", *tuner.State._fields, *_SCALARS, *_COUNTERS, "size", "frozen"}
+    missing = sorted(expected - saved.keys())
+    if missing:
+        raise ValueError(
+            f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
+            "Nothing was loaded. It may be of another version of mechanic."
+        )
     options = mechanism.options
     own = {"preset": options.preset, "betas": list(options.betas)}
     theirs = {"preset": saved["preset"], "betas": saved["beta"]}
@@ -157,12 +173,22 @@ def _check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
 def _check_displacement(
     optimizer: Optimizer, key: Any, param: Tensor, displacement: Tensor
 ) -> None:
-    expected = vectors.displacement_shape(param)
-    if tuple(displacement.shape) != expected:
+    _check_shape(optimizer, key, "displacement", displacement, vectors.displacement_shape(param))
+
+
+def _check_base_state(optimizer: Optimizer, key: Any, param: Tensor, state: Any) -> None:
+    for entry in _SHAPED_LIKE_PARAMETER:
+        if isinstance(state, dict) and isinstance(state.get(entry), Tensor):
+            _check_shape(optimizer, key, entry, state[entry], tuple(param.shape))
+
+
+def _check_shape(
+    optimizer: Optimizer, key: Any, what: str, saved: Tensor, expected: tuple[int, ...]
+) -> None:
+    if tuple(saved.shape) != expected:
         names = chain.from_iterable(g.get("param_names", []) for g in optimizer.param_groups)
         name = dict(enumerate(names)).get(key, key)
         raise ValueError(
-            f"the checkpoint is of another model: the displacement of parameter {name} has shape "
-            f"{tuple(displacement.shape)} in it, where this model needs {expected}. "
-            "Nothing was loaded."
+            f"the checkpoint is of another model: the {what} of parameter {name} has shape "
+            f"{tuple(saved.shape)} in it, where this model needs {expected}. Nothing was loaded."
         )

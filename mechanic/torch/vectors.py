@@ -219,12 +219,16 @@ def apply_recorded(batch: Batch, before: list[Tensor], by: Coefficients) -> list
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Tensors side by side in pieces, each with its place: what is made of one stays small."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if tensors[0].dim() == 0:
         yield 0, tensors
         return
-    pieces = zip(*(torch.split(tensor.view(-1), _PIECE) for tensor in tensors), strict=True)
+    if all(tensor.is_contiguous() for tensor in tensors):
+        tensors = tuple(tensor.view(-1) for tensor in tensors)
+    row = max(math.prod(tensors[0].shape[1:]), 1)
+    rows = max(_PIECE // row, 1)
+    pieces = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
     for index, piece in enumerate(pieces):
-        yield index * _PIECE, piece
+        yield index * rows * row, piece
 
 
 def dither(point: Tensor, dtype: torch.dtype, step: Tensor, first: int = 0) -> Tensor:
