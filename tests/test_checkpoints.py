@@ -691,7 +691,8 @@ def test_a_mechanized_checkpoint_into_a_plain_optimizer(row):
     train(opt, problem, 20, start=HALF)
     train(reference, other, 20, start=HALF)
     assert_same(bits(problem.params), bits(other.params))
-    assert bits(problem.params) != bits(trained(row).weights)
+    if row != "LBFGS":  # which has found the minimum by then
+        assert bits(problem.params) != bits(trained(row).weights)
     theirs = bits(base_state(reference.state_dict()["state"]))
     assert_same(bits(base_state(opt.state_dict()["state"])), theirs)
 
@@ -699,6 +700,8 @@ def test_a_mechanized_checkpoint_into_a_plain_optimizer(row):
 @few_bases
 def test_mechanizing_a_plain_optimizer_that_has_loaded_a_mechanized_checkpoint(row):
     """`mechanize` after loading instead of before: tuning goes on, or starts anew."""
+    if row == "LBFGS":
+        pytest.skip("it has found the minimum by then, and does not move")
     opt, problem = plain(row, seed=1)
     opt.load_state_dict(from_bytes(trained(row).checkpoint))
     set_weights(problem, trained(row).weights)
@@ -850,7 +853,9 @@ def _through_a_folder(
 def test_distributed_checkpoint(row, flat, tmp_path):
     opt, problem = resumed(row)
     fresh, other = make(row, seed=1)
-    if ROWS[row][0].modes:  # torch makes no state for a plain Schedule-Free optimizer either
+    # Torch makes no state for a plain Schedule-Free optimizer either, nor where there is some, as
+    # Adagrad's from the beginning: then it has no place for the displacement before a step.
+    if ROWS[row][0].modes or row.startswith("Adagrad"):
         train(fresh, other, 1)
     _through_a_folder((problem.model, opt), (other.model, fresh), tmp_path, flat)
     set_weights(other, trained(row).weights)

@@ -96,11 +96,12 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     if b.is_sparse:
         b = b.coalesce()
         a, b = a.sparse_mask(b).values(), b.values()
-    if b.dtype != a.dtype:
-        b = b.to(a.dtype)
-    if a.numel() > _SMALL and a.is_contiguous() and b.is_contiguous():
+    if a.numel() <= _SMALL:
+        return torch.mul(a, b.to(a.dtype)).sum()
+    if b.dtype == a.dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
-    return torch.mul(a, b).sum()
+    parts = [torch.mul(x, y.to(a.dtype)).sum() for _, (x, y) in _pieces(a, b)]
+    return torch.stack(parts).sum()
 
 
 def squares(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
