@@ -28,7 +28,7 @@ def step(
 
     Parameters without a gradient stay where they are, and so do those of a group whose lr is 0.
     """
-    loss, args, kwargs = _evaluate(optimizer, args, kwargs)
+    loss, args, kwargs = _evaluate(optimizer, mechanism, args, kwargs)
     recorded = bool(optimizer.defaults.get("differentiable"))
     with torch.set_grad_enabled(recorded):
         batches = _gather(optimizer)
@@ -64,7 +64,7 @@ def step(
         else nullcontext()
     )
     has_own = has_modes(type(optimizer))
-    view = own_view(mechanism, batches, before) if has_own else nullcontext(before)
+    view = own_view(mechanism, batches, before) if has_own else nullcontext()
     # LBFGS evaluates its closure several times, and may meet a NaN half-way; and it moves
     # parameters that have no gradient along directions of earlier steps.
     is_lbfgs = isinstance(optimizer, LBFGS)
@@ -72,7 +72,7 @@ def step(
     idle = _without_gradient(optimizer) if is_lbfgs else []
     at_rest = [param.detach().clone() for param in idle]
     try:
-        with at_base_rates(optimizer, rates), skipping, view as origin:
+        with at_base_rates(optimizer, rates), skipping, view as shown:
             result = base_step(optimizer, *args, **kwargs)
     except _NonFinite:
         with torch.no_grad():
@@ -84,6 +84,9 @@ def step(
         mechanism.count(False)
         return loss
 
+    origin = before if shown is None else shown
+    if is_lbfgs:
+        _forget_curvature(optimizer)
     with torch.no_grad():
         _put_back(idle, at_rest)
         _admit(optimizer, mechanism, batches, sums)
@@ -114,7 +117,7 @@ class _NonFinite(Exception):  # noqa: N818 - it is no error, and never leaves th
 
 
 def _evaluate(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Evaluate a closure, so that there are gradients to look at before the base sees them.
 
@@ -125,6 +128,7 @@ def _evaluate(
         return None, args, kwargs
     with torch.enable_grad():
         loss = closure()
+    checked = isinstance(optimizer, LBFGS) and mechanism.options.skip_nonfinite
     evaluations = 0
 
     def replay() -> Any:
@@ -133,7 +137,7 @@ def _evaluate(
         if evaluations == 1:
             return loss
         again = closure()
-        if isinstance(optimizer, LBFGS) and not _has_finite_gradients(optimizer):
+        if checked and not _has_finite_gradients(optimizer):
             raise _NonFinite
         return again
 
@@ -144,7 +148,15 @@ def _evaluate(
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None)
+    sums = [param.grad.sum() * 0 for param in params if param.grad is not None]
+    return bool(torch.stack(sums).isfinite().all()) if sums else True
+
+
+def _forget_curvature(optimizer: Optimizer) -> None:
+    """LBFGS learns curvature from how far it has moved, and from step to step that is S·u."""
+    for state in optimizer.state.values():
+        if "n_iter" in state:
+            state["n_iter"] = 0
 
 
 def _copy_state(optimizer: Optimizer) -> dict[Any, Any]:
