@@ -178,8 +178,9 @@ def _check_displacement(
 
 def _check_base_state(optimizer: Optimizer, key: Any, param: Tensor, state: Any) -> None:
     for entry in _SHAPED_LIKE_PARAMETER:
-        if isinstance(state, dict) and isinstance(state.get(entry), Tensor):
-            _check_shape(optimizer, key, entry, state[entry], tuple(param.shape))
+        saved = state.get(entry) if isinstance(state, dict) else None
+        if isinstance(saved, Tensor) and saved.dim() == param.dim():  # some keep one a row, or one
+            _check_shape(optimizer, key, entry, saved, tuple(param.shape))
 
 
 def _check_shape(
