@@ -1,0 +1,111 @@
+"""The tables of a task, before it is known whether they become HTML or Markdown."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from mechanic.bench.report import words
+from mechanic.bench.report.look import SWEEP, count_of, number
+from mechanic.bench.score import (
+    Result,
+    Row,
+    best_by_metric,
+    final_losses,
+    highest_rate,
+    short,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words in rows."""
+
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+def result_table(rows: Sequence[Row]) -> Table:
+    """Of one task: what each method came to, base by base."""
+    head = ["method"]
+    columns: list[dict[str, str]] = []
+    for row in rows:
+        base = f"{row.base}: " if row.base else ""
+        head.append(f"{base}train loss")
+        columns.append(_losses(row))
+        if row.metric:
+            head.append(f"{base}{row.metric}")
+            columns.append(_metrics(row))
+        head.append(f"{base}lr")
+        columns.append(_rates(row))
+    labels = list(dict.fromkeys(r.method.label for row in rows for r in row.results))
+    if any(row.sweep for row in rows):
+        labels.insert(0, SWEEP)
+    return Table(
+        head, [(label, *(column.get(label, "") for column in columns)) for label in labels]
+    )
+
+
+def _losses(row: Row) -> dict[str, str]:
+    found = {r.method.label: _loss(r) for r in row.results}
+    if row.sweep:
+        found[SWEEP] = words.mean_spread(list(final_losses(row.sweep.best).values()))
+    return found
+
+
+def _loss(result: Result) -> str:
+    losses = words.mean_spread(list(final_losses(result.runs).values()))
+    if not result.trouble:
+        return losses
+    return result.trouble if losses == "–" else f"{result.trouble}, else {losses}"
+
+
+def _metrics(row: Row) -> dict[str, str]:
+    found = {
+        r.method.label: words.mean_spread(list(final_losses(r.runs, row.metric).values()))
+        for r in row.results
+    }
+    if row.sweep and (best := best_by_metric(row.sweep, row.metric)):
+        lr, values = best
+        found[SWEEP] = f"{words.mean_spread(list(values.values()))} (at {short(lr)})"
+    return found
+
+
+def _rates(row: Row) -> dict[str, str]:
+    found = {r.method.label: learned(r) for r in row.results}
+    if row.sweep:
+        found[SWEEP] = "–" if row.sweep.best_lr is None else short(row.sweep.best_lr)
+    return found
+
+
+def learned(result: Result) -> str:
+    """The highest lr in force, the middle one of the seeds."""
+    rates = [rate for run in result.runs if math.isfinite(rate := highest_rate(run))]
+    return short(median(rates)) if rates else "–"
+
+
+def unswept_table(rows: Sequence[Row]) -> Table:
+    """What was learned where there is nothing to compare with."""
+    head = ("task", "method", "learned lr", "train loss", "metric")
+    lines = []
+    for row in rows:
+        for result in row.results:
+            values = list(final_losses(result.runs, row.metric).values()) if row.metric else []
+            metric = f"{row.metric} {words.mean_spread(values)}" if values else ""
+            name = f"{row.suite}: {words.name(row)}"
+            found = learned(result), _loss(result), metric
+            lines.append((name, result.method.label, *found))
+    return Table(head, lines)
+
+
+def tooltip(row: Row, result: Result) -> str:
+    """All that is known about a cell of the overall table."""
+    assert row.sweep is not None
+    best = fmean(final_losses(row.sweep.best).values())
+    parts = [f"train loss {_loss(result)}", f"best of sweep {number(best)}"]
+    if result.excess and not math.isnan(result.excess.noise):
+        seeds = count_of(result.excess.seeds, "seed")
+        parts.append(f"seed noise ± {result.excess.noise:.2g} % over {seeds}")
+    elif result.excess:
+        parts.append("one seed: noise unknown")
+    return "; ".join(parts)

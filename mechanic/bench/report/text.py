@@ -1,0 +1,154 @@
+"""The report as Markdown, and its numbers as CSV."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from mechanic.bench.record import Run
+from mechanic.bench.report import words
+from mechanic.bench.report.look import count_of, percent
+from mechanic.bench.report.tables import Table, result_table, unswept_table
+from mechanic.bench.score import Comparison, Row, duels, summarize
+
+Figures = Mapping[tuple[str, ...], str]  # by what `figures.write_figures` says, relative
+
+
+def markdown(comparisons: Sequence[Comparison], title: str, figures: Figures) -> str:
+    """The whole report."""
+    parts = [f"# {plain(title)}"]
+    for comparison in comparisons:
+        parts += _section(comparison, figures)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """Names as they are, whatever Markdown would make of them."""
+    text = re.sub(r"\s+", " ", text).replace("&", "&amp;")
+    return re.sub(r"([\\`*\[\]<>|~$])", r"\\\1", text)
+
+
+def _section(comparison: Comparison, figures: Figures) -> list[str]:
+    budget = comparison.budget
+    parts = [f"## Budget {plain(budget)}"]
+    parts.append("\n".join(f"- **{plain(k)}**: {plain(v)}" for k, v in words.facts(comparison)))
+    parts += [f"> **Note.** {plain(warning)}" for warning in words.warnings(comparison)]
+    if comparison.scored:
+        parts += ["### Overall", words.EXPLANATION, _summary(comparison)]
+        parts.append(_image("Overall comparison", figures.get((budget, "overall"))))
+        parts += [words.NOISE, _noise(comparison), "### Excess by row", _excess(comparison)]
+    if comparison.unswept:
+        parts += ["### Rows without a sweep", _table(unswept_table(comparison.unswept))]
+        parts.append(_image("Learned learning rates", figures.get((budget, "learned"))))
+    parts += ["### Task by task", words.PLOTS]
+    tasks: dict[tuple[str, str], list[Row]] = {}
+    for row in comparison.rows:
+        tasks.setdefault((row.suite, row.task), []).append(row)
+    for (suite, task), rows in tasks.items():
+        parts += [f"#### {plain(suite)}: {plain(task)}", *_task(budget, rows, figures)]
+    return parts
+
+
+def _summary(comparison: Comparison) -> str:
+    total = len(comparison.scored)
+    lines = [
+        (s.method.label, percent(s.mean), percent(s.worst), f"{s.rank:.1f}",
+         f"{s.rows} of {total}", "1")
+        for s in summarize(comparison)
+    ]  # fmt: skip
+    cost = words.sweep_cost(comparison.scored)
+    lines.append(("best of sweep", percent(0), percent(0), "–", f"{total} of {total}", cost))
+    head = ("method", "mean excess", "worst", "mean rank", "rows", "cost in runs")
+    return _table(Table(head, lines))
+
+
+def _noise(comparison: Comparison) -> str:
+    if comparison.default is None:
+        return ""
+    label = plain(comparison.default.label)
+    pairs = [("the best of the sweep", words.against_sweep(comparison))]
+    pairs += [(duel.other.label, words.duel_counts(duel)) for duel in duels(comparison)]
+    return "\n".join(
+        f"- {label} against {plain(other)}: {words.verdict(*counts)}."
+        for other, counts in pairs
+        if any(counts)
+    )
+
+
+def _excess(comparison: Comparison) -> str:
+    head = ("suite", "task", "base", *(method.label for method in comparison.methods))
+    lines = [
+        (row.suite, row.task, row.base, *(words.cell(row.result(m)) for m in comparison.methods))
+        for row in comparison.scored
+    ]
+    return _table(Table(head, lines))
+
+
+def _task(budget: str, rows: Sequence[Row], figures: Figures) -> list[str]:
+    parts = []
+    for row in rows:
+        parts.append(f"{plain(row.base) or 'No base'}: {words.best_of_sweep(row)}")
+        path = figures.get((budget, row.suite, row.task, row.base))
+        parts.append(_image(words.name(row), path))
+    parts.append(_table(result_table(rows)))
+    if found := words.mishaps(rows):
+        head = ("method", "lr", "what", "why")
+        parts += [f"{count_of(len(found), 'mishap')}:", _table(Table(head, found))]
+    return parts
+
+
+def _image(words: str, path: str | None) -> str:
+    return f"![{plain(words)}]({path})" if path else ""
+
+
+def _table(table: Table) -> str:
+    lines = [table.head, ["---"] * len(table.head), *table.lines]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text if text == "---" else plain(text)
+
+
+def runs_csv(runs: Iterable[Run]) -> str:
+    """One line a run, everything but its curve."""
+    runs = list(runs)
+    metrics = sorted({key for run in runs for key in run.metrics})
+    environment = sorted({key for run in runs for key in run.environment})
+    plain_fields = (
+        "suite", "task", "budget", "method", "kind", "base", "lr", "seed", "status", "reason",
+        "start_loss", "metric", "seconds",
+    )  # fmt: skip
+    named = [*(f"metrics.{key}" for key in metrics), *(f"environment.{key}" for key in environment)]
+    lines: list[Sequence[object]] = [[*plain_fields, *named]]
+    for run in runs:
+        found = [getattr(run, field) for field in plain_fields]
+        found += [run.metrics.get(key, "") for key in metrics]
+        lines.append([*found, *(run.environment.get(key, "") for key in environment)])
+    return _csv(lines)
+
+
+def summary_csv(comparisons: Sequence[Comparison]) -> str:
+    """One line a row, one column a method: its excess in percent, or what went wrong."""
+    labels = list(dict.fromkeys(m.label for c in comparisons for m in c.methods))
+    lines: list[Sequence[object]] = [
+        ["budget", "suite", "task", "base", "start_loss", "best_loss", "best_lr", "edge", *labels]
+    ]
+    for comparison in comparisons:
+        for row in comparison.scored:
+            assert row.sweep is not None
+            best = fmean(run.metrics["train_loss"] for run in row.sweep.best)
+            by_label = {r.method.label: r.trouble or f"{r.counted:.4f}" for r in row.results}
+            lines.append(
+                [comparison.budget, row.suite, row.task, row.base, row.start, best]
+                + [row.sweep.best_lr, row.sweep.edge]
+                + [by_label.get(label, "") for label in labels]
+            )
+    return _csv(lines)
+
+
+def _csv(lines: Iterable[Sequence[object]]) -> str:
+    made = io.StringIO()
+    csv.writer(made, lineterminator="\n").writerows(lines)
+    return made.getvalue()

@@ -1,0 +1,333 @@
+"""The command `mechanic bench`: plan, workers, and what people see of them."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
+
+import torch
+from optuna.storages import RDBStorage
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+import mechanic
+from mechanic.bench import study as studies
+from mechanic.bench.data import Data
+from mechanic.bench.methods import METHODS, choose
+from mechanic.bench.study import Ended, Grid
+from mechanic.bench.suites import SUITES
+from mechanic.bench.task import Budget, Setting, Task
+from mechanic.bench.train import Outcome, train
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    suites: tuple[str, ...]
+    tasks: tuple[str, ...]
+    """Empty for all."""
+    methods: tuple[str, ...]
+    """Empty for all."""
+    seeds: int
+    budget: Budget
+    typed: tuple[float, ...]
+    """The learning rates to type for Mechanic."""
+    data: Data
+    device: str
+    storage: str
+    jobs: int
+    retry_failed: bool
+
+
+_SPOILT = 86  # exit code of a worker that has told all, and whose GPU is not to be trusted
+
+
+class Plan(NamedTuple):
+    """What follows from a request."""
+
+    grids: list[Grid]
+    skipped: list[str]
+    """What cannot run here, and why, a line each."""
+
+
+def tasks_of(request: Request) -> list[Task]:
+    """All of the suites asked for, whether they can run here or not."""
+    tasks = [task for suite in request.suites for task in SUITES[suite](request.data)]
+    if unknown := set(request.tasks) - {task.name for task in tasks}:
+        there = ", ".join(task.name for task in tasks)
+        raise ValueError(
+            f"--tasks: no task is named {', '.join(sorted(unknown))}; there are {there}"
+        )
+    return [task for task in tasks if not request.tasks or task.name in request.tasks]
+
+
+def make_plan(request: Request) -> Plan:
+    """Every cell to run, and what is left out."""
+    grids: list[Grid] = []
+    skipped: dict[str, None] = {}  # each line once, in order
+    for task in tasks_of(request):
+        if task.missing:
+            skipped[f"{task.suite}/{task.name}: {task.missing}"] = None
+            continue
+        for method in choose(task, request.methods):
+            if method.version() is None:
+                fix = f"pip install {method.package}"
+                skipped[f"{method.name}: {method.package} is not installed; {fix}"] = None
+                continue
+            for base, lrs in method.cells(task, request.typed).items():
+                seeds = tuple(range(request.seeds))
+                key = task.suite, task.name, request.budget, method.name, method.kind, base
+                grids.append(Grid(*key, task.metric, lrs, seeds))
+    return Plan(grids, list(skipped))
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the numbers may depend on."""
+    versions = {}
+    for package in ("torch", "transformers", *sorted({m.package for m in METHODS.values()})):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
+        "python": platform.python_version(),
+        "mechanic": mechanic.__version__,
+        **versions,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+# ---------------------------------------------------------------------------------- the worker
+
+
+def _work(request: Request, grids: list[Grid], line: Connection) -> None:
+    """Run whatever cell of the grids is free, until all have ended, here or elsewhere."""
+    threading.Thread(target=_die_with_parent, args=(line,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.jobs))
+    if platform.machine() == "aarch64":
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call] # its small matrix products are slow there
+    storage = studies.open_storage(request.storage)
+    tasks = {(task.suite, task.name): task for task in tasks_of(request)}
+    about = environment(request.device)
+    while grids:
+        left = []
+        for grid in grids:
+            study = studies.open_study(storage, grid)
+            run = partial(_run, request, tasks[grid.suite, grid.task], grid, line)
+            for ended in studies.work(study, run, about):
+                line.send((grid, ended))
+                if ended.status == "failed" and request.device != "cpu":
+                    sys.exit(_SPOILT)  # an error on a GPU may fail all that comes after it
+            if studies.unfinished(study, grid):
+                left.append(grid)
+            else:
+                line.send((grid, None))
+        if len(left) == len(grids):
+            time.sleep(0.5)  # what is left runs elsewhere
+        for grid in left:
+            study = studies.open_study(storage, grid)
+            studies.reap(study)
+            studies.queue(study, grid)
+        grids = left
+
+
+def _run(
+    request: Request, task: Task, grid: Grid, line: Connection, lr: float, seed: int
+) -> Outcome:
+    method, device = METHODS[grid.method], torch.device(request.device)
+    setting = Setting(request.budget, seed, device, request.data)
+    name = f"{grid.task} {grid.method} {grid.base} lr {lr:.3g} seed {seed}"
+    line.send((name, (0, 1)))
+    try:
+        return train(task, method, grid.base, lr, setting, lambda *done: line.send((name, done)))
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the other workers share the card
+
+
+def _die_with_parent(line: Connection) -> None:
+    """The parent sends nothing: what arrives here is its end."""
+    try:
+        line.recv()
+    except EOFError:
+        os._exit(1)
+
+
+# ---------------------------------------------------------------------------------- the parent
+
+
+class _Worker(NamedTuple):
+    process: SpawnProcess
+    line: Connection
+    bar: TaskID
+
+
+class Bench:
+    """The parent: starts workers, buries the dead, and shows what comes."""
+
+    def __init__(self, request: Request, plan: Plan, storage: RDBStorage, console: Console) -> None:
+        self.request, self.plan, self.storage, self.console = request, plan, storage, console
+        columns = TextColumn("{task.description:<58.58}"), BarColumn(), MofNCompleteColumn()
+        times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+        self.progress = Progress(*columns, *times, console=console, transient=True)
+        self.ended: dict[str, set[tuple[float, int]]] = {}
+        self.failed = 0
+
+    def run(self) -> int:
+        """All cells; how many of them failed for other reasons than diverging."""
+        grids = self._queue_all()
+        with self.progress:
+            total = sum(len(grid.cells) for grid in self.plan.grids)
+            self.bar = self.progress.add_task("runs", total=total)
+            for grid in self.plan.grids:
+                if grid not in grids:
+                    self._all_ended(grid)
+            workers = [self._start(grids) for _ in range(self.request.jobs if grids else 0)]
+            try:
+                while workers:
+                    workers = self._listen(workers, grids)
+            finally:
+                for worker in workers:
+                    worker.process.kill()
+        return self.failed
+
+    def _queue_all(self) -> list[Grid]:
+        """The grids that have cells to run, each queued."""
+        open_grids = []
+        with self.console.status("looking at what is there"):
+            for grid in self.plan.grids:
+                study = studies.open_study(self.storage, grid)
+                studies.reap(study)
+                studies.queue(study, grid, self.request.retry_failed)
+                if studies.unfinished(study, grid) or self.request.retry_failed:
+                    open_grids.append(grid)
+        return open_grids
+
+    def _start(self, grids: list[Grid]) -> _Worker:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(self.request, grids, theirs))
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, self.progress.add_task("starting", total=1))
+
+    def _listen(self, workers: list[_Worker], grids: list[Grid]) -> list[_Worker]:
+        """Take what the workers send; those that are still, or again, at work."""
+        by_line = {worker.line: worker for worker in workers}
+        for line in wait([worker.line for worker in workers]):
+            worker = by_line[line]  # type: ignore[index]
+            try:
+                subject, news = worker.line.recv()
+            except (EOFError, OSError):
+                workers = [other for other in workers if other is not worker]
+                workers += self._mourn(worker, grids)
+                continue
+            if isinstance(subject, Grid):
+                self._note(subject, news)
+            else:
+                done, steps = news
+                self.progress.update(worker.bar, description=subject, completed=done, total=steps)
+        return workers
+
+    def _mourn(self, worker: _Worker, grids: list[Grid]) -> list[_Worker]:
+        """A worker has gone: its trial failed if it was killed, and another takes its place."""
+        worker.process.join()
+        self.progress.remove_task(worker.bar)
+        code = worker.process.exitcode or 0
+        if code == 0:
+            return []
+        if code == _SPOILT:
+            return [self._start(grids)]
+        reason = (
+            f"the worker died of signal {-code}" if code < 0 else f"the worker died, exit {code}"
+        )
+        reason += " (out of memory?)" if code == -signal.SIGKILL else ""
+        buried = 0
+        for grid in grids:
+            study = studies.open_study(self.storage, grid)
+            buried += studies.bury(study, self.storage, worker.process.pid or 0, reason)
+        if not buried:  # it did not die of a run: so would the next one
+            raise RuntimeError(f"a worker could not start: {reason}; its own message is above")
+        self.failed += buried
+        self.console.print(reason, style="red")
+        return [self._start(grids)]
+
+    def _note(self, grid: Grid, ended: Ended | None) -> None:
+        if ended is None:
+            self._all_ended(grid)
+            return
+        self.ended.setdefault(grid.name, set()).add((ended.lr, ended.seed))
+        text = (
+            f"train loss {ended.text}"
+            if ended.status == "done"
+            else f"{ended.status}: {ended.text}"
+        )
+        self.failed += ended.status == "failed"
+        style = {"done": "", "diverged": "yellow", "failed": "red"}[ended.status]
+        line = f"{grid.name}  lr {ended.lr:.3g}  seed {ended.seed}  {text}"
+        self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+        self._show_count()
+
+    def _all_ended(self, grid: Grid) -> None:
+        self.ended[grid.name] = set(grid.cells)
+        self._show_count()
+
+    def _show_count(self) -> None:
+        self.progress.update(self.bar, completed=sum(map(len, self.ended.values())))
+
+
+def list_tasks(request: Request) -> Iterable[tuple[str, str, str]]:
+    """Name, description and hindrance of each task asked for."""
+    for task in tasks_of(request):
+        yield f"{task.suite}/{task.name}", task.about, task.missing
+
+
+def run_bench(request: Request, console: Console) -> int:
+    """Run all that is asked for and not there yet; the exit code."""
+    plan = make_plan(request)
+    for line in plan.skipped:
+        console.print(
+            f"skipped  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
+    if not plan.grids:
+        console.print("Nothing to run.", style="red")
+        return 1
+    storage = studies.open_storage(request.storage)
+    failed = Bench(request, plan, storage, console).run()
+    if failed:
+        again = "the same command with --retry-failed runs them again"
+        console.print(f"{failed} runs failed; {again}", style="red")
+    return 1 if failed else 0
+
+
+def main(request: Request) -> int:
+    """As the command does it: Ctrl-C loses the running cells and nothing else."""
+    console = Console(stderr=True)
+    try:
+        return run_bench(request, console)
+    except KeyboardInterrupt:
+        console.print("Stopped. What has ended is kept: the same command goes on from there.")
+        return 130

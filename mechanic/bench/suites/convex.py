@@ -1,0 +1,68 @@
+"""Twelve logistic regressions, after the convex experiments of the D-Adaptation paper."""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mechanic.bench.data import Data
+from mechanic.bench.suites.shared import classification
+from mechanic.bench.task import Problem, Setting, Task, half_decades, shuffled, step_decay
+
+# Of that paper's list Aloi and smallNORB are hard to come by; the last two stand in for them.
+PROBLEMS = (
+    *("iris", "wine", "glass", "vehicle", "vowel", "dna", "letter", "pendigits", "usps"),
+    *("sensorless_2200", "svmguide2", "coil20"),
+)
+EMBEDDED = ("iris", "wine", "breast_cancer", "digits8x8")
+BATCH = {"smoke": 64, "short": 64, "full": 16}
+STEPS = {"smoke": 20, "short": 300}
+EPOCHS = 100
+# The best lies within for each problem, but for wine and coil20: their classes can be told apart
+# without an error, so that the loss goes to 0 the faster, the larger the learning rate.
+GRIDS = {
+    "sgd": half_decades(-2, 2),
+    "adamw": half_decades(-3, 1),
+    "lion": half_decades(-4, 0),
+}
+
+
+def tasks(data: Data) -> list[Task]:
+    """The paper's problems where the folder has any beyond the embedded ones, else those."""
+    whole = not data.missing("tabular", "glass")
+    return [
+        Task(
+            "convex",
+            f"logistic-{name}",
+            GRIDS,
+            partial(_build, name),
+            "test_accuracy",
+            f"multinomial logistic regression on {name}; lr x 0.1 at 60, 80 and 95 %",
+            data.missing("tabular", name),
+        )
+        for name in (PROBLEMS if whole else EMBEDDED)
+    ]
+
+
+def _build(name: str, setting: Setting) -> Problem:
+    x, y, x_test, y_test = _tensors(setting.data, name, setting.device)
+    # Nothing is drawn: a convex problem starts from 0.
+    model = nn.Linear(x.shape[1], int(y.max()) + 1, device=setting.device)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    batch = BATCH[setting.budget]
+    indices = shuffled(len(x), batch, setting.seed, setting.device)
+    return Problem(
+        model,
+        batches=((x[index], y[index]) for index in indices),
+        loss=lambda pair: cross_entropy(model(pair[0]), pair[1]),
+        evaluate=classification(model, (x, y), (x_test, y_test)),
+        steps=STEPS.get(setting.budget, EPOCHS * (len(x) // min(batch, len(x)))),
+        schedule=step_decay(0.1, (0.6, 0.8, 0.95)),
+    )
+
+
+@cache
+def _tensors(data: Data, name: str, device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(array).to(device) for array in data.tabular(name)]

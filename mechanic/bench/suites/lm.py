@@ -1,0 +1,111 @@
+"""Language modelling: a GPT that reads bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mechanic.bench.data import Data
+from mechanic.bench.suites import corpus
+from mechanic.bench.suites.shared import bfloat16, not_installed
+from mechanic.bench.task import Budget, Problem, Setting, Task, cosine, half_decades
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of the run."""
+
+    layers: int
+    width: int
+    context: int
+    batch: int
+    steps: int
+    evaluated: int
+    """Stretches of the train and of the validation text, each."""
+
+
+SIZES: dict[Budget, Size] = {
+    "smoke": Size(2, 32, 32, batch=16, steps=8, evaluated=16),
+    "short": Size(6, 384, 256, batch=64, steps=600, evaluated=256),
+    "full": Size(12, 768, 1024, batch=32, steps=20_000, evaluated=256),  # GPT-2's smallest
+}
+HEAD = 64  # width of an attention head
+HYPERPARAMETERS = {"adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
+
+
+def tasks(data: Data) -> list[Task]:
+    """One, on the corpus asked for."""
+    name = data.corpus_name()
+    return [
+        Task(
+            "lm",
+            f"gpt-{name}",
+            {"adamw": half_decades(-4, -1)},
+            _build,
+            "test_loss",
+            f"GPT of 6 layers, width 384, on the bytes of {name}; cosine with 5 % warm-up, clip 1",
+            data.missing("text", name) or not_installed("transformers"),
+        )
+    ]
+
+
+def _build(setting: Setting) -> Problem:
+    size = SIZES[setting.budget]
+    tokens = corpus.of_bytes(setting.data, corpus.MOST[setting.budget], setting.device)
+    torch.manual_seed(setting.seed)
+    model = _gpt(size, tokens.vocabulary).to(setting.device)
+    # One more than the context: each byte but the last is read, each but the first predicted.
+    length = size.context + 1
+    samples = {
+        "train_loss": corpus.spread_windows(tokens.train, length, size.evaluated),
+        "test_loss": corpus.spread_windows(tokens.valid, length, size.evaluated),
+    }
+    return Problem(
+        model,
+        batches=corpus.random_windows(tokens.train, length, size.batch, setting.seed),
+        loss=partial(_loss, model),
+        evaluate=partial(_evaluate, model, samples, size.batch),
+        steps=size.steps,
+        schedule=cosine(0.05),
+        hyperparameters=HYPERPARAMETERS,
+        clip=1.0,
+        autocast=True,
+    )
+
+
+def _gpt(size: Size, vocabulary: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # The paper's limitations: Mechanic and dropout do not go together.
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=size.context,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=max(1, size.width // HEAD),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+
+
+def _loss(model: nn.Module, windows: Tensor) -> Tensor:
+    logits: Tensor = model(windows[:, :-1]).logits
+    return cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def _evaluate(model: nn.Module, samples: Mapping[str, Tensor], batch: int) -> dict[str, float]:
+    def mean(windows: Tensor) -> float:
+        with bfloat16(windows.device):
+            losses: list[Any] = [_loss(model, part) for part in torch.split(windows, batch)]
+        return float(torch.stack(losses).mean())
+
+    return {name: mean(windows) for name, windows in samples.items()}

@@ -1,0 +1,211 @@
+"""The command line: `mechanic bench`, `mechanic report`."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mechanic
+
+STORAGE = "sqlite:///mechanic-bench.db"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, and hand over to the command."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for package in ("torch", "optuna", "rich"):
+        if importlib.util.find_spec(package) is None:
+            parser.exit(
+                2,
+                f"mechanic {options.command} needs {package}: "
+                "pip install 'mechanic[torch,bench]'\n",
+            )
+    try:
+        return int(options.run(options))
+    except ValueError as error:  # what the user gave was wrong, and the message says how
+        parser.exit(2, f"mechanic {options.command}: {error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mechanic", description=mechanic.__doc__, add_help=True)
+    parser.add_argument("--version", action="version", version=f"mechanic {mechanic.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_bench(commands.add_parser("bench", help="sweeps, Mechanic and its peers on real tasks"))
+    _add_report(commands.add_parser("report", help="tables and figures of what bench has run"))
+    return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.set_defaults(run=_bench)
+    add("suites", nargs="*", metavar="SUITE", help="what to run, or all; --list shows them")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="only these tasks of the suites")
+    add(
+        "--methods",
+        nargs="+",
+        default=[],
+        metavar="METHOD",
+        help="only these methods, or groups of them: sweeps, presets, peers",
+    )
+    add("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N-1 of each run (3)")
+    add(
+        "--budget",
+        choices=("smoke", "short", "full"),
+        default="short",
+        help="smoke: does it run; short: minutes (the default); full: as long as the paper's",
+    )
+    add(
+        "--typed",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        metavar="LR",
+        help="learning rates to type for Mechanic (1)",
+    )
+    add(
+        "--jobs",
+        type=int,
+        default=None,
+        metavar="N",
+        help="runs at the same time (the cores on a CPU, 1 on a GPU)",
+    )
+    add("--device", default=None, help="cpu, cuda, cuda:1 … (the first GPU if there is one)")
+    add(
+        "--data",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="where the data is; what packages bundle needs none",
+    )
+    add("--corpus", default="", metavar="NAME", help="which text of the folder to learn")
+    add("--download", action="store_true", help="fetch what is missing and can be fetched")
+    add(
+        "--storage",
+        default=STORAGE,
+        metavar="URL",
+        help=f"any Optuna storage ({STORAGE}); one on a "
+        "server spreads the work over all machines that run this command",
+    )
+    add(
+        "--retry-failed",
+        action="store_true",
+        help="run again what met an error; what diverged did so for good",
+    )
+    add("--list", action="store_true", help="list the tasks and methods, and run nothing")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.set_defaults(run=_report)
+    add("suites", nargs="*", metavar="SUITE", help="only these suites")
+    add("--storage", default=STORAGE, metavar="URL", help=f"where bench keeps its runs ({STORAGE})")
+    add(
+        "--output",
+        type=Path,
+        default=Path("mechanic-report"),
+        metavar="FOLDER",
+        help="where to write (mechanic-report)",
+    )
+    add("--title", default="Mechanic bench", help="of the page")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from mechanic.bench import run
+
+    options.suites = options.suites or (["all"] if options.list else [])
+    request = _request(options)
+    if not options.list:
+        return run.main(request)
+    for name, about, missing in run.list_tasks(request):
+        print(f"{name:<32} {about}" + (f"\n{'':<32} cannot run: {missing}" if missing else ""))
+    print("methods:", ", ".join(_methods([])))
+    return 0
+
+
+def _request(options: argparse.Namespace) -> Any:
+    import os
+
+    import torch
+
+    from mechanic.bench.data import Data
+    from mechanic.bench.run import Request
+    from mechanic.bench.suites import SUITES
+
+    suites = tuple(SUITES) if "all" in options.suites else tuple(dict.fromkeys(options.suites))
+    if not options.suites or not set(suites) <= set(SUITES):
+        wrong = ", ".join(suite for suite in suites if suite not in SUITES) or "none"
+        raise ValueError(f"give one or more of {', '.join(SUITES)}, or all; got {wrong}")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
+    _at_least_one("--seeds", options.seeds)
+    jobs = options.jobs or ((os.cpu_count() or 1) if device == "cpu" else 1)
+    if options.jobs is not None:
+        _at_least_one("--jobs", options.jobs)
+    if bad := [lr for lr in options.typed if not 0 < lr < float("inf")]:
+        raise ValueError(f"--typed: a learning rate is positive and finite, got {bad[0]}")
+    if options.data is not None and not options.data.is_dir():
+        raise ValueError(f"--data must name a folder, got {options.data}")
+    return Request(
+        suites=suites,
+        tasks=tuple(options.tasks),
+        methods=tuple(_methods(options.methods)) if options.methods else (),
+        seeds=options.seeds,
+        budget=options.budget,
+        typed=tuple(dict.fromkeys(options.typed)),
+        data=Data(options.data, options.corpus, options.download),
+        device=device,
+        storage=options.storage,
+        jobs=jobs,
+        retry_failed=options.retry_failed,
+    )
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {device} cannot be used: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _methods(asked: Sequence[str]) -> list[str]:
+    from mechanic.bench.methods import GROUPS, METHODS
+
+    names: list[str] = []
+    for name in asked or METHODS:
+        if name not in METHODS and name not in GROUPS:
+            there = ", ".join((*GROUPS, *METHODS))
+            raise ValueError(f"--methods: there is no {name!r}; there are {there}")
+        names += GROUPS.get(name, (name,))
+    return list(dict.fromkeys(names))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from mechanic.bench.report import write_report
+    from mechanic.bench.study import load, open_storage
+
+    file = options.storage.removeprefix("sqlite:///")
+    if options.storage.startswith("sqlite:///") and not Path(file).is_file():
+        raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
+    runs = load(open_storage(options.storage))
+    runs = [run for run in runs if not options.suites or run.suite in options.suites]
+    if not runs:
+        raise ValueError(f"no run has ended yet in {options.storage}")
+    for path in write_report(runs, options.output, title=options.title):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
