@@ -101,7 +101,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=_report)
     add("suites", nargs="*", metavar="SUITE", help="only these suites")
-    add("--storage", default=STORAGE, metavar="URL", help=f"where bench keeps its runs ({STORAGE})")
+    add(
+        "--storage",
+        nargs="+",
+        default=[STORAGE],
+        metavar="URL",
+        help=f"where bench keeps its runs ({STORAGE}); several are taken together",
+    )
     add(
         "--output",
         type=Path,
@@ -195,13 +201,15 @@ def _report(options: argparse.Namespace) -> int:
     from mechanic.bench.report import write_report
     from mechanic.bench.study import load, open_storage
 
-    file = options.storage.removeprefix("sqlite:///")
-    if options.storage.startswith("sqlite:///") and not Path(file).is_file():
-        raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
-    runs = load(open_storage(options.storage))
+    runs = []
+    for url in options.storage:
+        file = url.removeprefix("sqlite:///")
+        if file != url and not Path(file).is_file():
+            raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
+        runs += load(open_storage(url))
     runs = [run for run in runs if not options.suites or run.suite in options.suites]
     if not runs:
-        raise ValueError(f"no run has ended yet in {options.storage}")
+        raise ValueError(f"no run has ended yet in {', '.join(options.storage)}")
     for path in write_report(runs, options.output, title=options.title):
         print(path)
     return 0

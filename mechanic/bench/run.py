@@ -28,11 +28,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 import mechanic
 from mechanic.bench import study as studies
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS, choose
+from mechanic.bench.score import Comparison, compare, summarize
 from mechanic.bench.study import Ended, Grid
 from mechanic.bench.suites import SUITES
 from mechanic.bench.task import Budget, Setting, Task
@@ -305,6 +307,17 @@ def list_tasks(request: Request) -> Iterable[tuple[str, str, str]]:
         yield f"{task.suite}/{task.name}", task.about, task.missing
 
 
+def _table(comparison: Comparison) -> Table:
+    caption = "Of what the best of the sweep gained; rank among the methods of a row."
+    table = Table(title=f"Excess over the best of a sweep, {comparison.budget}", caption=caption)
+    for column in ("method", "mean", "worst", "mean rank", "rows"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for line in summarize(comparison):
+        numbers = f"{line.mean:+.2f} %", f"{line.worst:+.2f} %", f"{line.rank:.2f}", f"{line.rows}"
+        table.add_row(line.method.label, *numbers)
+    return table
+
+
 def run_bench(request: Request, console: Console) -> int:
     """Run all that is asked for and not there yet; the exit code."""
     plan = make_plan(request)
@@ -317,6 +330,11 @@ def run_bench(request: Request, console: Console) -> int:
         return 1
     storage = studies.open_storage(request.storage)
     failed = Bench(request, plan, storage, console).run()
+    names = {(grid.suite, grid.task, grid.budget) for grid in plan.grids}
+    runs = [run for run in studies.load(storage) if (run.suite, run.task, run.budget) in names]
+    for comparison in compare(runs):
+        console.print(_table(comparison))
+    console.print("mechanic report writes tables and figures of all of it", highlight=False)
     if failed:
         again = "the same command with --retry-failed runs them again"
         console.print(f"{failed} runs failed; {again}", style="red")

@@ -1,0 +1,166 @@
+"""What trains: every method runs in every suite, as its authors mean it, and is judged fairly."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bench_data import make_folder
+from torch.optim.lr_scheduler import LambdaLR
+
+from mechanic.bench.data import Data
+from mechanic.bench.methods import METHODS, choose
+from mechanic.bench.suites import SUITES
+from mechanic.bench.task import Problem, Setting, Task, linear
+from mechanic.bench.train import DivergedError, Outcome, train
+from mechanic.torch import mechanize
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("suite", [s for s in SUITES if s not in ("scaling", "dropout")])
+def test_every_method_runs_in_every_suite(suite: str, method: str, data: Data) -> None:
+    for task in SUITES[suite](data)[:1]:
+        for base, lrs in METHODS[method].cells(task, (1.0,)).items():
+            lr = lrs[len(lrs) // 2]
+            outcome = train(task, METHODS[method], base, lr, Setting("smoke", 0, CPU, data))
+            assert math.isfinite(outcome.metrics["train_loss"])
+            assert outcome.metrics["train_loss"] != outcome.start_loss  # it moved
+            assert all(math.isfinite(rate) for rate in outcome.curve.lr)
+            assert outcome.curve.step[-1] == len(outcome.curve.loss)  # smoke: a point a step
+
+
+def quadratic(steps: int = 50, **changes: object) -> Task:
+    """Noisy, and the same to every method."""
+
+    def build(setting: Setting) -> Problem:
+        torch.manual_seed(setting.seed)
+        model = torch.nn.Linear(10, 1, bias=False)
+        target = torch.randn(1, 10)
+        generator = torch.Generator().manual_seed(setting.seed)
+        batches = (torch.randn(16, 10, generator=generator) for _ in iter(int, 1))
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return (model(x) - x @ target.T).square().mean()
+
+        given = {
+            "evaluate": lambda: {
+                "train_loss": float((model.weight.detach() - target).square().sum())
+            },
+            "steps": steps,
+            "schedule": linear(0.1),
+        }
+        return Problem(model, batches, loss, **{**given, **changes})  # type: ignore[arg-type]
+
+    return Task("test", "quadratic", {"sgd": [0.1], "adamw": [0.1]}, build, "train_loss", "")
+
+
+def run(task: Task, method: str, base: str, lr: float) -> Outcome:
+    return train(task, METHODS[method], base, lr, Setting("smoke", 0, CPU, Data()))
+
+
+def test_mechanic_in_the_bench_is_mechanize_in_a_loop() -> None:
+    outcome = run(quadratic(), "mechanic", "adamw", 1.0)
+    problem = quadratic().build(Setting("smoke", 0, CPU, Data()))
+    optimizer = mechanize(torch.optim.AdamW(problem.model.parameters(), lr=1.0, weight_decay=0.0))
+    scheduler = LambdaLR(optimizer, lambda k: linear(0.1)(min((k + 0.5) / 50, 1.0)))
+    losses = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = problem.loss(next(problem.batches))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    assert outcome.curve.loss == losses
+    assert outcome.metrics == problem.evaluate()
+
+
+def test_hyperparameters_reach_the_base_and_the_peers() -> None:
+    given = {"adamw": {"betas": (0.8, 0.9), "weight_decay": 0.3}, "sgd": {"momentum": 0.5}}
+    task = quadratic(hyperparameters=given)
+    problem = task.build(Setting("smoke", 0, CPU, Data()))
+    for method in ("adamw", "mechanic", "mechanic-pytorch", "prodigy", "dadaptation"):
+        base = "" if method == "prodigy" else "adamw"
+        group = METHODS[method].build(problem, base, 1.0).optimizer.param_groups[0]
+        assert (group["betas"], group["weight_decay"]) == ((0.8, 0.9), 0.3), method
+    for method in ("sgd", "mechanic", "schedulefree-sgd", "dadaptation"):
+        group = METHODS[method].build(problem, "sgd", 1.0).optimizer.param_groups[0]
+        assert group["momentum"] == 0.5, method
+
+
+def test_the_schedule_acts_where_a_method_takes_one() -> None:
+    for method, base in (("adamw", "adamw"), ("prodigy", ""), ("mechanic-pytorch", "adamw")):
+        task = quadratic(steps=20)
+        live = METHODS[method].build(task.build(Setting("smoke", 0, CPU, Data())), base, 1.0)
+        assert live.scheduled, method
+    rates = run(quadratic(), "adamw", "adamw", 0.1).curve.lr
+    assert max(rates) == pytest.approx(0.1, rel=0.11)
+    assert rates[-1] < 0.01 * max(rates) + 0.0023
+    for method in ("dog", "ldog", "schedulefree-adamw", "schedulefree-sgd"):
+        problem = quadratic().build(Setting("smoke", 0, CPU, Data()))
+        assert not METHODS[method].build(problem, "sgd", 1.0).scheduled, method
+
+
+def test_a_run_that_diverges_says_when() -> None:
+    with pytest.raises(DivergedError, match=r"the loss is (nan|inf) at step \d+ of 50"):
+        run(quadratic(), "sgd", "sgd", 1e6)
+
+
+def test_one_bad_batch_is_no_divergence() -> None:
+    def poison(task: Task) -> Task:
+        def build(setting: Setting) -> Problem:
+            problem = task.build(setting)
+            batches = (
+                x * float("nan") if k == 20 else x for k, x in enumerate(problem.batches)
+            )  # fmt: skip
+            return Problem(**{**vars(problem), "batches": batches})
+
+        return Task(**{**vars(task), "build": build})
+
+    assert run(poison(quadratic(300)), "mechanic", "adamw", 1.0).metrics["train_loss"] < 1.0
+    with pytest.raises(DivergedError):
+        run(poison(quadratic(300)), "adamw", "adamw", 0.1)
+
+
+def test_a_method_is_judged_by_the_weights_it_ships() -> None:
+    """DoG by its average, Schedule-Free by x instead of y."""
+    for method in ("dog", "schedulefree-adamw"):
+        task = quadratic()
+        problem = task.build(Setting("smoke", 0, CPU, Data()))
+        live = METHODS[method].build(problem, "", 0.1 if "free" in method else 1.0)
+        for _ in range(30):
+            live.optimizer.zero_grad()
+            problem.loss(next(problem.batches)).backward()
+            live.optimizer.step()
+            live.after_step()
+        trained = problem.evaluate()["train_loss"]
+        live.before_evaluation()
+        assert problem.evaluate()["train_loss"] != trained, method
+
+
+def test_tasks_choose_their_methods(data: Data) -> None:
+    names = {
+        task.name: [method.name for method in choose(task, ())]
+        for suite in ("vision", "scaling", "dropout")
+        for task in SUITES[suite](data)
+    }
+    assert "mechanic-paper-lambda-0.1" in names["resnet18-cifar10"]  # Table 2 of the paper
+    assert "mechanic-paper-lambda-0.1" not in names["vit-cifar10"]
+    scaling = next(chosen for name, chosen in names.items() if "batch-x" in name)
+    assert scaling == ["mechanic", "mechanic-paper"]
+    assert [m.name for m in choose(SUITES["scaling"](data)[0], ("dog",))] == ["dog"]
