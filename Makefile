@@ -4,10 +4,15 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test check step-cost clean
+.PHONY: demo bench test check step-cost clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
+
+# The convex suite on what scikit-learn bundles, and its report in mechanic-report/.
+bench: .venv/bench.stamp
+	$(BIN)/mechanic bench convex
+	$(BIN)/mechanic report
 
 test: check
 	$(BIN)/python -m pytest -n auto --doctest-modules

@@ -227,6 +227,19 @@ def test_summary_over_rows_that_were_run() -> None:
     assert mine.mean == mine.worst == pytest.approx(100 * 0.15 / 0.75)
 
 
+def test_suites_are_summed_up_apart() -> None:
+    """Of start 1 and best 0: the excess in percent is the loss."""
+    runs = []
+    for suite, losses in (("big", (0.1, 0.3)), ("small", (0.5,))):
+        for number, loss in enumerate(losses):
+            at = {"suite": suite, "task": f"task {number}"}
+            runs += [*swept({0.1: [0.0, 0.0]}, **at), *ours([loss, loss], **at)]
+    (line,) = summarize(only(runs))
+    assert line.by_suite == pytest.approx({"big": 20.0, "small": 50.0})
+    assert line.mean == pytest.approx(30.0)
+    assert only(runs).suites == ["big", "small"]
+
+
 def test_equals_share_a_rank() -> None:
     row = only_row([*SWEEP, *free("a", [0.3, 0.3]), *free("b", [0.3, 0.3]), *free("c", [0.9, 0.9])])
     assert sorted(ranks(row).values()) == [1.5, 1.5, 3]

@@ -124,8 +124,12 @@ def environment(device: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------- the worker
 
 
-def _work(request: Request, grids: list[Grid], line: Connection) -> None:
+def _work(request: Request, line: Connection) -> None:
     """Run whatever cell of the grids is free, until all have ended, here or elsewhere."""
+    try:
+        grids: list[Grid] = line.recv()
+    except EOFError:
+        return  # the parent is gone
     threading.Thread(target=_die_with_parent, args=(line,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.jobs))
@@ -181,6 +185,10 @@ def _die_with_parent(line: Connection) -> None:
 # ---------------------------------------------------------------------------------- the parent
 
 
+class WorkerError(Exception):
+    """Workers do not work here."""
+
+
 class _Worker(NamedTuple):
     process: SpawnProcess
     line: Connection
@@ -195,26 +203,36 @@ class Bench:
         columns = TextColumn("{task.description:<58.58}"), BarColumn(), MofNCompleteColumn()
         times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
         self.progress = Progress(*columns, *times, console=console, transient=True)
+        self.workers: list[_Worker] = []
+        self.grids: list[Grid] = []
         self.ended: dict[str, set[tuple[float, int]]] = {}
         self.failed = 0
 
     def run(self) -> int:
         """All cells; how many of them failed for other reasons than diverging."""
-        grids = self._queue_all()
-        with self.progress:
-            total = sum(len(grid.cells) for grid in self.plan.grids)
-            self.bar = self.progress.add_task("runs", total=total)
-            for grid in self.plan.grids:
-                if grid not in grids:
-                    self._all_ended(grid)
-            workers = [self._start(grids) for _ in range(self.request.jobs if grids else 0)]
-            try:
-                while workers:
-                    workers = self._listen(workers, grids)
-            finally:
-                for worker in workers:
-                    worker.process.kill()
+        # They spend their first seconds importing, while we look at what there is to do.
+        self.workers = [self._start() for _ in range(self.request.jobs)]
+        try:
+            self.grids = self._queue_all()
+            with self.progress:
+                self._watch()
+        finally:
+            for worker in self.workers:
+                worker.process.kill()
         return self.failed
+
+    def _watch(self) -> None:
+        total = sum(len(grid.cells) for grid in self.plan.grids)
+        self.bar = self.progress.add_task("runs", total=total)
+        for grid in self.plan.grids:
+            if grid not in self.grids:
+                self._all_ended(grid)
+        if self.grids:
+            for worker in self.workers:
+                worker.line.send(self.grids)
+        while self.grids and self.workers:
+            for line in wait([worker.line for worker in self.workers]):
+                self._listen(next(worker for worker in self.workers if worker.line is line))
 
     def _queue_all(self) -> list[Grid]:
         """The grids that have cells to run, each queued."""
@@ -228,54 +246,50 @@ class Bench:
                     open_grids.append(grid)
         return open_grids
 
-    def _start(self, grids: list[Grid]) -> _Worker:
+    def _start(self) -> _Worker:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(self.request, grids, theirs))
+        process = context.Process(target=_work, args=(self.request, theirs))
         process.start()
         theirs.close()
         return _Worker(process, ours, self.progress.add_task("starting", total=1))
 
-    def _listen(self, workers: list[_Worker], grids: list[Grid]) -> list[_Worker]:
-        """Take what the workers send; those that are still, or again, at work."""
-        by_line = {worker.line: worker for worker in workers}
-        for line in wait([worker.line for worker in workers]):
-            worker = by_line[line]  # type: ignore[index]
-            try:
-                subject, news = worker.line.recv()
-            except (EOFError, OSError):
-                workers = [other for other in workers if other is not worker]
-                workers += self._mourn(worker, grids)
-                continue
-            if isinstance(subject, Grid):
-                self._note(subject, news)
-            else:
-                done, steps = news
-                self.progress.update(worker.bar, description=subject, completed=done, total=steps)
-        return workers
+    def _listen(self, worker: _Worker) -> None:
+        try:
+            subject, news = worker.line.recv()
+        except (EOFError, OSError):
+            self._mourn(worker)
+            return
+        if isinstance(subject, Grid):
+            self._note(subject, news)
+        else:
+            done, steps = news
+            self.progress.update(worker.bar, description=subject, completed=done, total=steps)
 
-    def _mourn(self, worker: _Worker, grids: list[Grid]) -> list[_Worker]:
+    def _mourn(self, worker: _Worker) -> None:
         """A worker has gone: its trial failed if it was killed, and another takes its place."""
         worker.process.join()
+        self.workers.remove(worker)
         self.progress.remove_task(worker.bar)
         code = worker.process.exitcode or 0
         if code == 0:
-            return []
-        if code == _SPOILT:
-            return [self._start(grids)]
-        reason = (
-            f"the worker died of signal {-code}" if code < 0 else f"the worker died, exit {code}"
-        )
-        reason += " (out of memory?)" if code == -signal.SIGKILL else ""
-        buried = 0
-        for grid in grids:
+            return
+        if code != _SPOILT:
+            death = f"of signal {-code}" if code < 0 else f"with exit code {code}"
+            memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+            self._bury(worker, f"the worker died {death}{memory}")
+        self.workers.append(self._start())
+        self.workers[-1].line.send(self.grids)
+
+    def _bury(self, worker: _Worker, reason: str) -> None:
+        pid, buried = worker.process.pid or 0, 0
+        for grid in self.grids:
             study = studies.open_study(self.storage, grid)
-            buried += studies.bury(study, self.storage, worker.process.pid or 0, reason)
+            buried += studies.bury(study, self.storage, pid, reason)
         if not buried:  # it did not die of a run: so would the next one
-            raise RuntimeError(f"a worker could not start: {reason}; its own message is above")
+            raise WorkerError(f"{reason} before it had run anything; what it said is above")
         self.failed += buried
         self.console.print(reason, style="red")
-        return [self._start(grids)]
 
     def _note(self, grid: Grid, ended: Ended | None) -> None:
         if ended is None:
@@ -349,3 +363,6 @@ def main(request: Request) -> int:
     except KeyboardInterrupt:
         console.print("Stopped. What has ended is kept: the same command goes on from there.")
         return 130
+    except WorkerError as error:
+        console.print(f"mechanic bench: {error}", style="red", highlight=False, markup=False)
+        return 1

@@ -125,6 +125,8 @@ class Summary:
     worst: float
     rank: float
     """Mean of its rank among the methods of each row; 1 is best."""
+    by_suite: Mapping[str, float]
+    """Its mean excess in each suite that it was run in."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,11 @@ class Comparison:
     def scored(self) -> list[Row]:
         """The rows of the overall table."""
         return [row for row in self.rows if row.scored]
+
+    @property
+    def suites(self) -> list[str]:
+        """Those that have a row in it."""
+        return list(dict.fromkeys(row.suite for row in self.scored))
 
     @property
     def unswept(self) -> list[Row]:
@@ -300,15 +307,24 @@ def summarize(comparison: Comparison) -> list[Summary]:
     Those that were not run on all rows come after those that were: their means are of other rows.
     """
     counted: dict[Method, list[float]] = defaultdict(list)
+    in_suite: dict[Method, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     placed: dict[Method, list[float]] = defaultdict(list)
     for row in comparison.scored:
         for method, rank in ranks(row).items():
             result = row.result(method)
             assert result is not None
             counted[method].append(result.counted)
+            in_suite[method][row.suite].append(result.counted)
             placed[method].append(rank)
     summaries = [
-        Summary(method, len(values), fmean(values), max(values), fmean(placed[method]))
+        Summary(
+            method,
+            len(values),
+            fmean(values),
+            max(values),
+            fmean(placed[method]),
+            {suite: fmean(found) for suite, found in in_suite[method].items()},
+        )
         for method, values in counted.items()
     ]
     most = max((summary.rows for summary in summaries), default=0)

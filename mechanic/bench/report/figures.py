@@ -1,5 +1,6 @@
 """The panels as PNG files, by matplotlib."""
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 
 from mechanic.bench.report.look import Looks, log_ticks
 from mechanic.bench.report.panels import Panel, learned_panel, overall_panel, row_panels
@@ -78,7 +80,7 @@ def _save_row(row: Row, panels: Sequence[Panel], looks: Looks, path: Path) -> No
     bottom = 0.13 + 0.05 * lines
     figure.subplots_adjust(left=0.055, right=0.985, top=0.85, bottom=bottom, wspace=0.22)
     _legend(figure, labels, looks, columns)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _legend(figure: Figure, labels: Sequence[str], looks: Looks, columns: int) -> None:
@@ -95,7 +97,17 @@ def _save_wide(panel: Panel, path: Path) -> None:
     assert panel.y_ticks is not None
     figure = Figure(figsize=(10, 1.1 + 0.32 * len(panel.y_ticks[0])), dpi=110, layout="constrained")
     _draw(panel, figure.subplots())
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """In a palette: a third of the size, and no difference to the eye."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    image = Image.open(drawn).convert("RGB")
+    image.quantize(128, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
 
 
 def _draw(panel: Panel, axes: Axes) -> None:

@@ -11,7 +11,7 @@ from mechanic.bench.report.look import SWEEP, Look, Looks, count_of
 from mechanic.bench.report.markup import Markup, join, tag
 from mechanic.bench.report.panels import Panel, learned_panel, overall_panel, row_panels
 from mechanic.bench.report.plotly import figure, height
-from mechanic.bench.report.tables import Table, result_table, unswept_table
+from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
 from mechanic.bench.score import Comparison, Row, duels
 
 # Whatever a name may smuggle in: the page cannot load or send anything.
@@ -139,6 +139,9 @@ def _overall(comparison: Comparison, number: int, looks: Looks) -> list[Markup |
         tag("h3", "Overall", id=f"overall-{number}"),
         tag("p", words.EXPLANATION),
         tag("div", summary_table(comparison, looks), _plot(chart), class_="overall"),
+        _table(suite_table(comparison), comparison.default.label if comparison.default else None)
+        if len(comparison.suites) > 1
+        else None,
         tag("h4", f"{comparison.default.label} against each, and what is within seed noise")
         if noise and comparison.default
         else None,

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from mechanic.bench.report import words
-from mechanic.bench.report.look import SWEEP, count_of, number
+from mechanic.bench.report.look import SWEEP, count_of, number, percent
 from mechanic.bench.score import (
+    Comparison,
     Result,
     Row,
     best_by_metric,
     final_losses,
     highest_rate,
     short,
+    summarize,
 )
 
 
@@ -23,6 +25,19 @@ class Table:
 
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
+
+
+def suite_table(comparison: Comparison) -> Table:
+    """Each method's mean excess suite by suite, as suites differ in how many rows they have."""
+    suites = comparison.suites
+    lines = [
+        (
+            line.method.label,
+            *(percent(line.by_suite[s]) if s in line.by_suite else "" for s in suites),
+        )
+        for line in summarize(comparison)
+    ]
+    return Table(("mean excess by suite", *suites), lines)
 
 
 def result_table(rows: Sequence[Row]) -> Table:

@@ -9,7 +9,7 @@ from statistics import fmean
 from mechanic.bench.record import Run
 from mechanic.bench.report import words
 from mechanic.bench.report.look import count_of, percent
-from mechanic.bench.report.tables import Table, result_table, unswept_table
+from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
 from mechanic.bench.score import Comparison, Row, duels, summarize
 
 Figures = Mapping[tuple[str, ...], str]  # by what `figures.write_figures` says, relative
@@ -36,6 +36,8 @@ def _section(comparison: Comparison, figures: Figures) -> list[str]:
     parts += [f"> **Note.** {plain(warning)}" for warning in words.warnings(comparison)]
     if comparison.scored:
         parts += ["### Overall", words.EXPLANATION, _summary(comparison)]
+        if len(comparison.suites) > 1:
+            parts.append(_table(suite_table(comparison)))
         parts.append(_image("Overall comparison", figures.get((budget, "overall"))))
         parts += [words.NOISE, _noise(comparison), "### Excess by row", _excess(comparison)]
     if comparison.unswept:
