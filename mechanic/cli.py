@@ -137,7 +137,7 @@ def _request(options: argparse.Namespace) -> Any:
     import torch
 
     from mechanic.bench.data import Data
-    from mechanic.bench.run import Request
+    from mechanic.bench.plan import Request
     from mechanic.bench.suites import SUITES
 
     suites = tuple(SUITES) if "all" in options.suites else tuple(dict.fromkeys(options.suites))

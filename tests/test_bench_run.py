@@ -18,8 +18,8 @@ from optuna.trial import TrialState
 from mechanic.bench import study as studies
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
+from mechanic.bench.plan import Request, make_plan
 from mechanic.bench.record import Run
-from mechanic.bench.run import Request, make_plan
 from mechanic.bench.suites import convex
 
 MECHANIC = [sys.executable, "-m", "mechanic"]
@@ -88,7 +88,7 @@ def test_killed_ten_times_the_table_is_that_of_an_undisturbed_run(tmp_path: Path
     undisturbed = f"sqlite:///{tmp_path}/undisturbed.db"
     began = time.monotonic()
     assert bench(*options, storage=undisturbed, cwd=tmp_path).returncode == 0
-    whole = time.monotonic() - began
+    whole = min(time.monotonic() - began, 10.0)  # longer only where the machine is busy
     url = f"sqlite:///{tmp_path}/disturbed.db"
     draw = random.Random(0)
     for _ in range(10):  # from before the first table is made to after the last run

@@ -1,22 +1,12 @@
-"""The command `mechanic bench`: plan, workers, and what people see of them."""
+"""The command `mechanic bench`: the workers, and what people see of them."""
 
-import datetime
-import importlib.metadata
-import os
-import platform
 import signal
-import sys
-import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple
 
-import torch
 from optuna.storages import RDBStorage
 from rich.console import Console
 from rich.progress import (
@@ -30,159 +20,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-import mechanic
 from mechanic.bench import study as studies
-from mechanic.bench.data import Data
-from mechanic.bench.methods import METHODS, choose
+from mechanic.bench.plan import Plan, Request, make_plan, tasks_of
 from mechanic.bench.score import Comparison, compare, summarize
 from mechanic.bench.study import Ended, Grid
-from mechanic.bench.suites import SUITES
-from mechanic.bench.task import Budget, Setting, Task
-from mechanic.bench.train import Outcome, train
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for."""
-
-    suites: tuple[str, ...]
-    tasks: tuple[str, ...]
-    """Empty for all."""
-    methods: tuple[str, ...]
-    """Empty for all."""
-    seeds: int
-    budget: Budget
-    typed: tuple[float, ...]
-    """The learning rates to type for Mechanic."""
-    data: Data
-    device: str
-    storage: str
-    jobs: int
-    retry_failed: bool
-
-
-_SPOILT = 86  # exit code of a worker that has told all, and whose GPU is not to be trusted
-
-
-class Plan(NamedTuple):
-    """What follows from a request."""
-
-    grids: list[Grid]
-    skipped: list[str]
-    """What cannot run here, and why, a line each."""
-
-
-def tasks_of(request: Request) -> list[Task]:
-    """All of the suites asked for, whether they can run here or not."""
-    tasks = [task for suite in request.suites for task in SUITES[suite](request.data)]
-    if unknown := set(request.tasks) - {task.name for task in tasks}:
-        there = ", ".join(task.name for task in tasks)
-        raise ValueError(
-            f"--tasks: no task is named {', '.join(sorted(unknown))}; there are {there}"
-        )
-    return [task for task in tasks if not request.tasks or task.name in request.tasks]
-
-
-def make_plan(request: Request) -> Plan:
-    """Every cell to run, and what is left out."""
-    grids: list[Grid] = []
-    skipped: dict[str, None] = {}  # each line once, in order
-    for task in tasks_of(request):
-        if task.missing:
-            skipped[f"{task.suite}/{task.name}: {task.missing}"] = None
-            continue
-        for method in choose(task, request.methods):
-            if method.version() is None:
-                fix = f"pip install {method.package}"
-                skipped[f"{method.name}: {method.package} is not installed; {fix}"] = None
-                continue
-            for base, lrs in method.cells(task, request.typed).items():
-                seeds = tuple(range(request.seeds))
-                key = task.suite, task.name, request.budget, method.name, method.kind, base
-                grids.append(Grid(*key, task.metric, lrs, seeds))
-    return Plan(grids, list(skipped))
-
-
-def environment(device: str) -> dict[str, str]:
-    """What the numbers may depend on."""
-    versions = {}
-    for package in ("torch", "transformers", *sorted({m.package for m in METHODS.values()})):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
-    on_gpu = device.startswith("cuda")
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
-        "python": platform.python_version(),
-        "mechanic": mechanic.__version__,
-        **versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
-
-
-# ---------------------------------------------------------------------------------- the worker
-
-
-def _work(request: Request, line: Connection) -> None:
-    """Run whatever cell of the grids is free, until all have ended, here or elsewhere."""
-    try:
-        grids: list[Grid] = line.recv()
-    except EOFError:
-        return  # the parent is gone
-    threading.Thread(target=_die_with_parent, args=(line,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.jobs))
-    if platform.machine() == "aarch64":
-        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call] # its small matrix products are slow there
-    storage = studies.open_storage(request.storage)
-    tasks = {(task.suite, task.name): task for task in tasks_of(request)}
-    about = environment(request.device)
-    while grids:
-        left = []
-        for grid in grids:
-            study = studies.open_study(storage, grid)
-            run = partial(_run, request, tasks[grid.suite, grid.task], grid, line)
-            for ended in studies.work(study, run, about):
-                line.send((grid, ended))
-                if ended.status == "failed" and request.device != "cpu":
-                    sys.exit(_SPOILT)  # an error on a GPU may fail all that comes after it
-            if studies.unfinished(study, grid):
-                left.append(grid)
-            else:
-                line.send((grid, None))
-        if len(left) == len(grids):
-            time.sleep(0.5)  # what is left runs elsewhere
-        for grid in left:
-            study = studies.open_study(storage, grid)
-            studies.reap(study)
-            studies.queue(study, grid)
-        grids = left
-
-
-def _run(
-    request: Request, task: Task, grid: Grid, line: Connection, lr: float, seed: int
-) -> Outcome:
-    method, device = METHODS[grid.method], torch.device(request.device)
-    setting = Setting(request.budget, seed, device, request.data)
-    name = f"{grid.task} {grid.method} {grid.base} lr {lr:.3g} seed {seed}"
-    line.send((name, (0, 1)))
-    try:
-        return train(task, method, grid.base, lr, setting, lambda *done: line.send((name, done)))
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the other workers share the card
-
-
-def _die_with_parent(line: Connection) -> None:
-    """The parent sends nothing: what arrives here is its end."""
-    try:
-        line.recv()
-    except EOFError:
-        os._exit(1)
-
-
-# ---------------------------------------------------------------------------------- the parent
+from mechanic.bench.worker import SPOILT, work
 
 
 class WorkerError(Exception):
@@ -249,8 +91,11 @@ class Bench:
     def _start(self) -> _Worker:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(self.request, theirs))
+        process = context.Process(target=work, args=(self.request, theirs))
+        # Ctrl-C is ours alone, and we end them: what is ignored here is ignored there from birth.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.start()
+        signal.signal(signal.SIGINT, handler)
         theirs.close()
         return _Worker(process, ours, self.progress.add_task("starting", total=1))
 
@@ -274,7 +119,7 @@ class Bench:
         code = worker.process.exitcode or 0
         if code == 0:
             return
-        if code != _SPOILT:
+        if code != SPOILT:
             death = f"of signal {-code}" if code < 0 else f"with exit code {code}"
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             self._bury(worker, f"the worker died {death}{memory}")

@@ -1,0 +1,99 @@
+"""A process that runs cells, one after the other, and tells its parent how they go."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import sys
+import threading
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+import mechanic
+from mechanic.bench import study as studies
+from mechanic.bench.methods import METHODS
+from mechanic.bench.plan import Request, tasks_of
+from mechanic.bench.study import Grid
+from mechanic.bench.task import Setting, Task
+from mechanic.bench.train import Outcome, train
+
+SPOILT = 86  # exit code of a worker that has told all, and whose GPU is not to be trusted
+
+
+def work(request: Request, line: Connection) -> None:
+    """Run whatever cell of the grids is free, until all have ended, here or elsewhere."""
+    try:
+        grids: list[Grid] = line.recv()
+    except EOFError:
+        return  # the parent is gone
+    threading.Thread(target=_die_with_parent, args=(line,), daemon=True).start()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.jobs))
+    if platform.machine() == "aarch64":
+        # Small matrix products are slow in it there.
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    storage = studies.open_storage(request.storage)
+    tasks = {(task.suite, task.name): task for task in tasks_of(request)}
+    about = environment(request.device)
+    while grids:
+        left = []
+        for grid in grids:
+            study = studies.open_study(storage, grid)
+            run = partial(_run, request, tasks[grid.suite, grid.task], grid, line)
+            for ended in studies.work(study, run, about):
+                line.send((grid, ended))
+                if ended.status == "failed" and request.device != "cpu":
+                    sys.exit(SPOILT)  # an error on a GPU may fail all that comes after it
+            if studies.unfinished(study, grid):
+                left.append(grid)
+            else:
+                line.send((grid, None))
+        if len(left) == len(grids):
+            time.sleep(0.5)  # what is left runs elsewhere
+        for grid in left:
+            study = studies.open_study(storage, grid)
+            studies.reap(study)
+            studies.queue(study, grid)
+        grids = left
+
+
+def _run(
+    request: Request, task: Task, grid: Grid, line: Connection, lr: float, seed: int
+) -> Outcome:
+    method, device = METHODS[grid.method], torch.device(request.device)
+    setting = Setting(request.budget, seed, device, request.data)
+    name = f"{grid.task} {grid.method} {grid.base} lr {lr:.3g} seed {seed}"
+    line.send((name, (0, 1)))
+    try:
+        return train(task, method, grid.base, lr, setting, lambda *done: line.send((name, done)))
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the other workers share the card
+
+
+def _die_with_parent(line: Connection) -> None:
+    """The parent sends nothing: what arrives here is its end."""
+    try:
+        line.recv()
+    except EOFError:
+        os._exit(1)
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the numbers may depend on."""
+    versions = {}
+    for package in ("torch", "transformers", *sorted({m.package for m in METHODS.values()})):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
+        "python": platform.python_version(),
+        "mechanic": mechanic.__version__,
+        **versions,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
