@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
 from mechanic.bench.plan import Request, make_plan
 from mechanic.bench.record import Run
+from mechanic.bench.report.text import summary_csv
+from mechanic.bench.score import compare
 from mechanic.bench.suites import convex
 
 MECHANIC = [sys.executable, "-m", "mechanic"]
@@ -84,22 +87,31 @@ def test_runs_goes_on_and_stops(tmp_path: Path) -> None:
 
 
 def test_killed_ten_times_the_table_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
-    options = ("--seeds", "2", "--jobs", "2", "--methods", "adamw", "mechanic", "prodigy")
-    undisturbed = f"sqlite:///{tmp_path}/undisturbed.db"
-    began = time.monotonic()
+    options = ("--seeds", "3", "--jobs", "2", "--methods", "adamw", "sgd", "lion", "prodigy")
+    undisturbed, disturbed = (f"sqlite:///{tmp_path}/{name}.db" for name in ("whole", "killed"))
     assert bench(*options, storage=undisturbed, cwd=tmp_path).returncode == 0
-    whole = min(time.monotonic() - began, 10.0)  # longer only where the machine is busy
-    url = f"sqlite:///{tmp_path}/disturbed.db"
     draw = random.Random(0)
-    for _ in range(10):  # from before the first table is made to after the last run
-        command = [*MECHANIC, *SMALL, *options, "--storage", url]
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-        time.sleep(draw.uniform(0.1, 1.0) * whole)
+    command = [*MECHANIC, *SMALL, *options, "--storage", disturbed]
+    for kill in range(10):
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        if kill < 3:  # while it starts, makes the tables, or fills the queue
+            time.sleep(draw.uniform(0.5, 4.0))
+        else:  # while it runs: after some results, at any moment of those that follow
+            for _ in range(draw.randrange(1, 6)):
+                assert "train loss" in process.stderr.readline()
+            time.sleep(draw.uniform(0.0, 0.2))
+        assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    last = bench(*options, storage=url, cwd=tmp_path)
+        process.communicate()
+    assert 0 < len(load(disturbed)) < len(load(undisturbed))
+    last = bench(*options, storage=disturbed, cwd=tmp_path)
     assert last.returncode == 0, last.stderr
-    assert numbers(load(url)) == numbers(load(undisturbed))
+    assert states(disturbed)[TrialState.FAIL] > 0  # some were lost on the way
+    assert numbers(load(disturbed)) == numbers(load(undisturbed))
+    tables = [summary_csv(compare(load(url))) for url in (undisturbed, disturbed)]
+    assert tables[0] == tables[1]
+    assert tables[0].count("prodigy") == 1
 
 
 def test_a_worker_that_is_killed_is_a_failure_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -130,12 +142,57 @@ def test_a_worker_that_is_killed_is_a_failure_and_the_rest_goes_on(tmp_path: Pat
 
 def test_divergence_is_a_result_with_its_reason(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/bench.db"
-    done = bench("--methods", "mechanic-paper", "--typed", "1e38", "--seeds", "1",
-                 storage=url, cwd=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for run in load(url):
-        assert run.status in ("done", "diverged")
-        assert (run.status == "diverged") == bool(run.reason)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import mechanic.bench.suites.convex as convex\nconvex.GRIDS['sgd'] = [0.1, 1e38]\n"
+    )
+    done = subprocess.run(
+        [*MECHANIC, *SMALL, "--methods", "sgd", "--seeds", "1", "--storage", url],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr  # a result like any other
+    good, lost = sorted(load(url), key=lambda run: run.lr)
+    assert (good.status, good.reason) == ("done", "")
+    assert lost.status == "diverged"
+    assert re.fullmatch(r"the loss is (nan|inf) at step \d+ of 20", lost.reason)
+    assert lost.reason in done.stderr
+
+
+def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
+    """One cell and two workers: the one that waits is killed, the other finishes."""
+    url = f"sqlite:///{tmp_path}/bench.db"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import mechanic.bench.train as t, os, pathlib, time\n"
+        "original = t._run\n"
+        "def run(*all):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'busy').write_text(str(os.getpid()))\n"
+        "    time.sleep(6)\n"
+        "    return original(*all)\n"
+        "t._run = run\n"
+    )
+    options = ("--methods", "prodigy", "--seeds", "1", "--jobs", "2", "--storage", url)
+    process = subprocess.Popen(
+        [*MECHANIC, *SMALL, *options],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    busy = tmp_path / "busy"
+    while not busy.exists() or not busy.read_text():
+        time.sleep(0.05)
+    time.sleep(3)  # until the other one has found nothing to do
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [
+        pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    (idle,) = set(workers) - {busy.read_text()}
+    os.kill(int(idle), signal.SIGKILL)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    (run,) = load(url)
+    assert run.status == "done"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +208,8 @@ def test_divergence_is_a_result_with_its_reason(tmp_path: Path) -> None:
         (["bench", "convex", "--data", "nowhere"], "--data must name a folder, got nowhere"),
         (["bench", "convex", "--device", "abacus"], "--device abacus cannot be used"),
         (["bench", "convex", "--storage", "nonsense"], "nonsense"),
+        (["bench", "convex", "--storage", "sqlite:///:memory:"], "is lost with its process"),
+        (["bench", "convex", "--storage", "sqlite:///no/folder/x.db"], "cannot be opened"),
         (["report"], "there is no file mechanic-bench.db"),
     ],
 )
@@ -193,6 +252,25 @@ def test_a_peer_that_is_not_installed_is_named_and_skipped(monkeypatch) -> None:
     assert plan.skipped == ["prodigy: prodigyopt is not installed; pip install prodigyopt"]
     assert "prodigy" not in {grid.method for grid in plan.grids}
     assert "dog" in {grid.method for grid in plan.grids}
+
+
+def test_without_lion_nothing_that_wraps_it_is_planned(monkeypatch) -> None:
+    from importlib import metadata
+
+    original = metadata.version
+
+    def version(name: str) -> str:
+        if name == "lion-pytorch":
+            raise metadata.PackageNotFoundError
+        return original(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    plan = make_plan(request(methods=("lion", "mechanic", "adamw")))
+    assert {(grid.method, grid.base) for grid in plan.grids} == {
+        ("mechanic", "sgd"), ("mechanic", "adamw"), ("adamw", "adamw"),
+    }  # fmt: skip
+    said = "lion-pytorch is not installed; pip install lion-pytorch"
+    assert plan.skipped == [f"lion: {said}", f"mechanic/lion: {said}"]
 
 
 def test_the_plan_has_every_method_on_every_base(monkeypatch) -> None:

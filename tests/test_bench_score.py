@@ -93,6 +93,12 @@ def test_edge_of_the_grid(losses: dict[float, list[float | None]], edge: str) ->
     assert sweep.edge == edge
 
 
+def test_an_lr_whose_seeds_have_not_all_run_is_not_best_yet() -> None:
+    row = only_row(swept({0.1: [0.2, 0.3], 1.0: [0.1]}))
+    assert row.sweep is not None
+    assert row.sweep.best_lr == 0.1
+
+
 @pytest.mark.parametrize("status", ["diverged", "failed"])
 def test_an_lr_with_a_lost_seed_is_never_best(status: str) -> None:
     lucky = swept({10.0: [0.001, 0.001]})

@@ -204,3 +204,23 @@ def test_studies_of_others_in_the_storage_are_left_alone(storage):
     optuna.create_study(storage=storage, study_name="theirs")
     run_all(storage, GRID, Trainer())
     assert len(studies.load(storage)) == 4
+
+
+def test_a_run_that_was_silent_for_too_long_is_left_to_the_others(storage):
+    """Another process takes it for dead and runs its cell: the late result is dropped."""
+    study = studies.open_study(storage, GRID)
+    studies.queue(study, GRID)
+
+    class Sleeper(Trainer):
+        def __call__(self, lr: float, seed: int) -> Outcome:
+            if (lr, seed) == GRID.cells[0] and (lr, seed) not in self.asked:
+                study.tell(0, state=TrialState.FAIL)
+            return super().__call__(lr, seed)
+
+    sleeper = Sleeper()
+    ended = list(studies.work(study, sleeper, {}))
+    assert [(end.lr, end.seed) for end in ended] == GRID.cells[1:]
+    assert studies.unfinished(study, GRID) == 1
+    studies.queue(study, GRID)
+    assert len(list(studies.work(study, sleeper, {}))) == 1
+    assert [run.status for run in studies.load(storage)] == ["done"] * 4

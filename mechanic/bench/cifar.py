@@ -87,7 +87,11 @@ def download(name: str, folder: Path) -> Path:
             raise OSError(f"{archive.file} has md5 {got}, not {archive.md5}: fetch it again")
         with tarfile.open(path) as packed:
             packed.extractall(temporary, filter="data")
-        (Path(temporary) / archive.folder).replace(folder / archive.folder)
+        try:
+            (Path(temporary) / archive.folder).replace(folder / archive.folder)
+        except OSError:
+            if not found(name, folder):  # else another process was faster
+                raise
     return folder
 
 

@@ -30,6 +30,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def version(package: str) -> str | None:
+    """What is installed of a package, None if nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _nothing() -> None:
     pass
 
@@ -66,13 +74,6 @@ class Method:
     """The distribution it comes from."""
     on_request: bool = False
     """Only where a task or the user names it."""
-
-    def version(self) -> str | None:
-        """The installed version of its package, None if there is none."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
 
     def cells(self, task: Task, typed: tuple[float, ...]) -> Mapping[str, tuple[float, ...]]:
         """The learning rates to type on a task, by base."""
@@ -147,7 +148,7 @@ def _quietly(make: Callable[..., Optimizer], *args: Any, **options: Any) -> Opti
 def _prodigy(problem: Problem, base: str, lr: float) -> Live:
     from prodigyopt import Prodigy
 
-    # "To avoid issues with warm-up, use option safeguard_warmup=True": it has no effect without.
+    # "To avoid issues with warm-up, use option safeguard_warmup=True"
     optimizer = _quietly(
         Prodigy,
         problem.model.parameters(),
@@ -168,7 +169,12 @@ def _dadaptation(problem: Problem, base: str, lr: float) -> Live:
     makers = {"sgd": "DAdaptSGD", "adamw": "DAdaptAdam", "lion": "DAdaptLion"}
     make = getattr(dadaptation, makers[base])
     optimizer = _quietly(make, problem.model.parameters(), lr=lr, **options)
-    return Live(optimizer, _group_rate(optimizer, "d"))
+    rate = _group_rate(optimizer, "d")
+    if base != "sgd":
+        return Live(optimizer, rate)
+    # Its steps are divided by the first gradient's norm, and its momentum is an average.
+    group, share = optimizer.param_groups[0], 1 - options["momentum"]
+    return Live(optimizer, lambda: rate() * share / group.get("g0_norm", math.nan))
 
 
 def _dog(layerwise: bool) -> Build:
@@ -240,7 +246,9 @@ _ALL = (
            on_request=True),
     Method("mechanic-pytorch", "peer", _mechanic_pytorch, package="mechanic-pytorch"),
     Method("prodigy", "peer", _prodigy, ("",), package="prodigyopt"),
-    Method("dadaptation", "peer", _dadaptation, package="dadaptation"),
+    Method("dadaptation", "peer", _dadaptation, ("sgd", "adamw"), package="dadaptation"),
+    # "highly experimental", its README says: not to be held against the other two.
+    Method("dadaptation-lion", "peer", _dadaptation, ("lion",), package="dadaptation"),
     Method("dog", "peer", _dog(layerwise=False), ("",), package="dog-optimizer"),
     Method("ldog", "peer", _dog(layerwise=True), ("",), package="dog-optimizer"),
     Method("schedulefree-adamw", "peer", _schedule_free, ("",), 0.0025, "schedulefree"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mechanic.bench.data import Data
-from mechanic.bench.methods import choose
+from mechanic.bench.methods import METHODS, choose, version
 from mechanic.bench.study import Grid
 from mechanic.bench.suites import SUITES
 from mechanic.bench.task import Budget, Task
@@ -58,11 +58,13 @@ def make_plan(request: Request) -> Plan:
             skipped[f"{task.suite}/{task.name}: {task.missing}"] = None
             continue
         for method in choose(task, request.methods):
-            if method.version() is None:
-                fix = f"pip install {method.package}"
-                skipped[f"{method.name}: {method.package} is not installed; {fix}"] = None
-                continue
             for base, lrs in method.cells(task, request.typed).items():
+                needed = {method.package, METHODS[base].package if base else method.package}
+                if absent := [package for package in sorted(needed) if version(package) is None]:
+                    name = f"{method.name}/{base}" if base not in ("", method.name) else method.name
+                    fix = f"pip install {absent[0]}"
+                    skipped[f"{name}: {absent[0]} is not installed; {fix}"] = None
+                    continue
                 seeds = tuple(range(request.seeds))
                 key = task.suite, task.name, request.budget, method.name, method.kind, base
                 grids.append(Grid(*key, task.metric, lrs, seeds))

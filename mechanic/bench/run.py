@@ -2,11 +2,12 @@
 
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import NamedTuple
 
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from sqlalchemy.exc import SQLAlchemyError
 
 from mechanic.bench import study as studies
 from mechanic.bench.plan import Plan, Request, make_plan, tasks_of
@@ -31,10 +33,13 @@ class WorkerError(Exception):
     """Workers do not work here."""
 
 
-class _Worker(NamedTuple):
+@dataclass(eq=False)
+class _Worker:
     process: SpawnProcess
     line: Connection
     bar: TaskID
+    heard: bool = False
+    """Whether it has said anything yet."""
 
 
 class Bench:
@@ -94,8 +99,10 @@ class Bench:
         process = context.Process(target=work, args=(self.request, theirs))
         # Ctrl-C is ours alone, and we end them: what is ignored here is ignored there from birth.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        process.start()
-        signal.signal(signal.SIGINT, handler)
+        try:
+            process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
         theirs.close()
         return _Worker(process, ours, self.progress.add_task("starting", total=1))
 
@@ -105,6 +112,7 @@ class Bench:
         except (EOFError, OSError):
             self._mourn(worker)
             return
+        worker.heard = True
         if isinstance(subject, Grid):
             self._note(subject, news)
         else:
@@ -131,7 +139,7 @@ class Bench:
         for grid in self.grids:
             study = studies.open_study(self.storage, grid)
             buried += studies.bury(study, self.storage, pid, reason)
-        if not buried:  # it did not die of a run: so would the next one
+        if not buried and not worker.heard:  # it did not die of a run: so would the next one
             raise WorkerError(f"{reason} before it had run anything; what it said is above")
         self.failed += buried
         self.console.print(reason, style="red")
@@ -208,6 +216,7 @@ def main(request: Request) -> int:
     except KeyboardInterrupt:
         console.print("Stopped. What has ended is kept: the same command goes on from there.")
         return 130
-    except WorkerError as error:
-        console.print(f"mechanic bench: {error}", style="red", highlight=False, markup=False)
+    except (WorkerError, StorageInternalError, SQLAlchemyError) as error:
+        first = str(error).splitlines()[0]
+        console.print(f"mechanic bench: {first}", style="red", highlight=False, markup=False)
         return 1

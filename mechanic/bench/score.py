@@ -252,11 +252,9 @@ def _result(method: Method, runs: Sequence[Run], sweep: Sweep | None, gained: fl
 
 def find_best(runs: Mapping[float, tuple[Run, ...]]) -> Sweep:
     """The sweep with its best lr: lowest mean train loss; none at which a seed went wrong."""
-    means = {
-        lr: fmean(final_losses(group).values())
-        for lr, group in runs.items()
-        if not trouble(group)
-    }  # fmt: skip
+    whole = {lr: final_losses(group) for lr, group in runs.items() if not trouble(group)}
+    most = max(map(len, whole.values()), default=0)  # seeds: a sweep may be unfinished
+    means = {lr: fmean(found.values()) for lr, found in whole.items() if len(found) == most}
     return Sweep(runs, min(means, key=lambda lr: means[lr], default=None))
 
 

@@ -14,12 +14,14 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optuna
@@ -35,7 +37,18 @@ from mechanic.bench.train import DivergedError, Outcome
 
 _BEAT = 10  # seconds between two signs of life of a running trial
 _GRACE = 60  # seconds without one after which another machine takes it for dead
-_HOST = socket.gethostname()
+
+
+def _host() -> str:
+    """Where a process number means the same: machines and containers may share a name."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+_HOST = _host()
 
 optuna.logging.set_verbosity(optuna.logging.CRITICAL)  # what happened to a trial is in the storage
 
@@ -56,7 +69,7 @@ class Grid:
 
     @property
     def name(self) -> str:
-        """Of the study: it says what the numbers depend on, bar the cell itself."""
+        """Of the study."""
         parts = self.suite, self.task, self.budget, self.method, self.base
         return "/".join(part for part in parts if part)
 
@@ -80,6 +93,8 @@ class _Sampler(GridSampler):
 def open_storage(url: str) -> RDBStorage:
     """Any database that Optuna takes; made if it is not there."""
     lite = url.startswith("sqlite")
+    if lite and url.removeprefix("sqlite://") in ("", "/", "/:memory:"):
+        raise ValueError(f"--storage {url} is lost with its process; name a file: sqlite:///FILE")
     # Several processes write to one file: let them wait for each other.
     options = {"connect_args": {"timeout": 120}} if lite else {"pool_pre_ping": True}
     for attempt in itertools.count():
@@ -92,7 +107,8 @@ def open_storage(url: str) -> RDBStorage:
             # Two processes that make the tables at the same moment get in each other's way.
             if attempt == 4 or not isinstance(error, sqlalchemy.exc.DBAPIError):
                 what = str(error).splitlines()[0]
-                raise ValueError(f"--storage {url} cannot be opened: {what}") from error
+                shown = re.sub(r":[^:@/]*@", ":***@", url)  # not the password
+                raise ValueError(f"--storage {shown} cannot be opened: {what}") from error
             time.sleep(0.2 * 2**attempt)
     if lite:
         _lock_from_the_start(storage.engine)
@@ -209,8 +225,11 @@ class Ended(NamedTuple):
 def work(study: optuna.Study, train: Train, environment: Mapping[str, str]) -> Iterator[Ended]:
     """Run cells until none waits."""
     ended: list[Ended] = []
+    current = -1
 
     def objective(trial: optuna.Trial) -> float:
+        nonlocal current
+        current = trial.number
         trial.set_user_attr("worker", {"host": _HOST, "pid": os.getpid()})
         if _yields(study, trial):
             raise optuna.TrialPruned("another process has this cell")
@@ -236,7 +255,12 @@ def work(study: optuna.Study, train: Train, environment: Mapping[str, str]) -> I
     while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            study.optimize(objective, n_trials=1, catch=(Exception,))
+            try:
+                study.optimize(objective, n_trials=1, catch=(Exception,))
+            except ValueError:
+                if not study.get_trials(deepcopy=False)[current].state.is_finished():
+                    raise
+                ended.clear()  # it was silent for too long, and another process has its cell
         yield from ended
         ended.clear()
 

@@ -1,7 +1,7 @@
 """A process that runs cells, one after the other, and tells its parent how they go."""
 
+import contextlib
 import datetime
-import importlib.metadata
 import os
 import platform
 import sys
@@ -14,7 +14,7 @@ import torch
 
 import mechanic
 from mechanic.bench import study as studies
-from mechanic.bench.methods import METHODS
+from mechanic.bench.methods import METHODS, version
 from mechanic.bench.plan import Request, tasks_of
 from mechanic.bench.study import Grid
 from mechanic.bench.task import Setting, Task
@@ -43,13 +43,13 @@ def work(request: Request, line: Connection) -> None:
             study = studies.open_study(storage, grid)
             run = partial(_run, request, tasks[grid.suite, grid.task], grid, line)
             for ended in studies.work(study, run, about):
-                line.send((grid, ended))
+                _tell(line, grid, ended)
                 if ended.status == "failed" and request.device != "cpu":
                     sys.exit(SPOILT)  # an error on a GPU may fail all that comes after it
             if studies.unfinished(study, grid):
                 left.append(grid)
             else:
-                line.send((grid, None))
+                _tell(line, grid, None)
         if len(left) == len(grids):
             time.sleep(0.5)  # what is left runs elsewhere
         for grid in left:
@@ -65,12 +65,19 @@ def _run(
     method, device = METHODS[grid.method], torch.device(request.device)
     setting = Setting(request.budget, seed, device, request.data)
     name = f"{grid.task} {grid.method} {grid.base} lr {lr:.3g} seed {seed}"
-    line.send((name, (0, 1)))
+    _tell(line, name, (0, 1))
     try:
-        return train(task, method, grid.base, lr, setting, lambda *done: line.send((name, done)))
+        return train(task, method, grid.base, lr, setting, lambda *done: _tell(line, name, done))
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the other workers share the card
+
+
+def _tell(line: Connection, subject: object, news: object) -> None:
+    try:
+        line.send((subject, news))
+    except OSError:  # the parent is gone, and that is no failure of the run
+        os._exit(1)
 
 
 def _die_with_parent(line: Connection) -> None:
@@ -83,17 +90,21 @@ def _die_with_parent(line: Connection) -> None:
 
 def environment(device: str) -> dict[str, str]:
     """What the numbers may depend on."""
-    versions = {}
-    for package in ("torch", "transformers", *sorted({m.package for m in METHODS.values()})):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
+    packages = ("torch", "transformers", *sorted({m.package for m in METHODS.values()}))
     on_gpu = device.startswith("cuda")
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "python": platform.python_version(),
         "mechanic": mechanic.__version__,
-        **versions,
+        **{package: version(package) or "absent" for package in packages},
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def _processor() -> str:
+    """The CPU by its name, where the system tells it, and how many cores there are."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        lines = [line for line in file if line.startswith("model name")]
+        name = lines[0].split(":")[-1].strip() if lines else name
+    return f"CPU {name}, {os.cpu_count()} cores"

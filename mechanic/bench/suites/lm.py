@@ -44,10 +44,10 @@ def tasks(data: Data) -> list[Task]:
         Task(
             "lm",
             f"gpt-{name}",
-            {"adamw": half_decades(-4, -1)},
+            {"adamw": half_decades(-5, -1)},
             _build,
             "test_loss",
-            f"GPT of 6 layers, width 384, on the bytes of {name}; cosine with 5 % warm-up, clip 1",
+            f"GPT on the bytes of {name}; cosine with 5 % warm-up, clip 1",
             data.missing("text", name) or not_installed("transformers"),
         )
     ]

@@ -41,7 +41,7 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.999), "weight_decay": 0.01},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.1},
 }
-GRIDS = {"adamw": half_decades(-4, -1), "lion": half_decades(-5, -2)}
+GRIDS = {"adamw": half_decades(-5, -1), "lion": half_decades(-6, -2)}
 
 
 def tasks(data: Data) -> list[Task]:
@@ -54,7 +54,7 @@ def tasks(data: Data) -> list[Task]:
             GRIDS,
             build,
             "test_accuracy",
-            f"BERT of 4 layers, width 256, on the words of {name}; linear with 5 % warm-up, clip 1",
+            f"BERT on the words of {name}; linear with 5 % warm-up, clip 1",
             missing(data),
         )
     ]

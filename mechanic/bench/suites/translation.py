@@ -60,10 +60,10 @@ def _task(data: Data, name: str, net: Net, about: str) -> Task:
     return Task(
         "translation",
         name,
-        {"adamw": half_decades(-4, -1)},
+        {"adamw": half_decades(-5, -1)},
         partial(_build, net, pairs),
         "test_loss",
-        f"{about}, width 256, German to English; cosine with 5 % warm-up, clip 1",
+        f"{about}, German to English; cosine with 5 % warm-up, clip 1",
         data.missing("pairs", pairs),
     )
 

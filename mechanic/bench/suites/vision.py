@@ -69,7 +69,7 @@ def tasks(data: Data) -> list[Task]:
             {"adamw": half_decades(-4, -1), "lion": half_decades(-5, -2)},
             _build_vit,
             "test_accuracy",
-            f"ViT of 6 layers on {pictures}; cosine with 5 % warm-up, clip 1",
+            f"ViT on {pictures}; cosine with 5 % warm-up, clip 1",
             data.missing("images", "cifar10") or not_installed("transformers"),
         ),
     ]
