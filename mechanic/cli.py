@@ -16,13 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, and hand over to the command."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    for package in ("torch", "optuna", "rich"):
-        if importlib.util.find_spec(package) is None:
-            parser.exit(
-                2,
-                f"mechanic {options.command} needs {package}: "
-                "pip install 'mechanic[torch,bench]'\n",
-            )
+    needed = ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly")
+    if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
+        fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+        parser.exit(2, f"mechanic {options.command} needs {', '.join(absent)}: {fix}\n")
     try:
         return int(options.run(options))
     except ValueError as error:  # what the user gave was wrong, and the message says how
@@ -30,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mechanic", description=mechanic.__doc__, add_help=True)
+    parser = argparse.ArgumentParser(
+        prog="mechanic",
+        description="A learning-rate tuner that wraps any optimizer: what it is worth, measured.",
+        epilog="examples: mechanic bench convex; mechanic bench --list; mechanic report",
+    )
     parser.add_argument("--version", action="version", version=f"mechanic {mechanic.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_bench(commands.add_parser("bench", help="sweeps, Mechanic and its peers on real tasks"))
@@ -125,9 +126,7 @@ def _bench(options: argparse.Namespace) -> int:
     request = _request(options)
     if not options.list:
         return run.main(request)
-    for name, about, missing in run.list_tasks(request):
-        print(f"{name:<32} {about}" + (f"\n{'':<32} cannot run: {missing}" if missing else ""))
-    print("methods:", ", ".join(_methods([])))
+    run.show_tasks(request)
     return 0
 
 
@@ -163,7 +162,7 @@ def _request(options: argparse.Namespace) -> Any:
         typed=tuple(dict.fromkeys(options.typed)),
         data=Data(options.data, options.corpus, options.download),
         device=device,
-        storage=options.storage,
+        storage=_storage_url(options.storage),
         jobs=jobs,
         retry_failed=options.retry_failed,
     )
@@ -199,20 +198,32 @@ def _methods(asked: Sequence[str]) -> list[str]:
 
 def _report(options: argparse.Namespace) -> int:
     from mechanic.bench.report import write_report
-    from mechanic.bench.study import load, open_storage
+    from mechanic.bench.study import check_storage, load, open_storage
+    from mechanic.bench.suites import SUITES
 
+    if wrong := [suite for suite in options.suites if suite not in SUITES]:
+        raise ValueError(f"there is no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
     runs = []
-    for url in options.storage:
-        file = url.removeprefix("sqlite:///")
-        if file != url and not Path(file).is_file():
-            raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
+    for url in map(_storage_url, options.storage):
+        check_storage(url)
         runs += load(open_storage(url))
+    there = sorted({run.suite for run in runs})
     runs = [run for run in runs if not options.suites or run.suite in options.suites]
     if not runs:
-        raise ValueError(f"no run has ended yet in {', '.join(options.storage)}")
-    for path in write_report(runs, options.output, title=options.title):
-        print(path)
+        what = f"of {', '.join(options.suites)}; there are runs of {', '.join(there)}"
+        raise ValueError(f"no run has ended yet {what if there else ''}".rstrip())
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for path in write_report(runs, options.output, title=options.title):
+            print(path)
+    except OSError as error:
+        raise ValueError(f"--output {options.output} cannot be written: {error}") from error
     return 0
+
+
+def _storage_url(given: str) -> str:
+    """A file's name is as good as its URL."""
+    return given if "://" in given or not given.endswith(".db") else f"sqlite:///{given}"
 
 
 if __name__ == "__main__":

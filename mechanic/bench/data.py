@@ -52,11 +52,11 @@ GLUE = {  # folder, columns to keep in order, lines of header
     "rte": ("RTE", (0, 1, 2, 3), 1),
 }
 HOW: dict[Kind, str] = {
-    "tabular": "download it from LIBSVM's page of data sets into the folder given by --data",
+    "tabular": "put LIBSVM's file NAME or NAME.scale into the folder given by --data",
     "images": "unpack the archive from www.cs.toronto.edu/~kriz/cifar.html into the folder given "
     "by --data, or have it downloaded by --download",
     "text": "put the text into NAME.txt in the folder given by --data",
-    "pairs": "put it, as GLUE or as its authors give it, into the folder given by --data",
+    "pairs": "put FILES into the folder given by --data",
 }
 
 
@@ -109,8 +109,11 @@ class Data:
 
     def corpus_name(self) -> str:
         """Of the text that `text` gives."""
-        there = (name for name in CORPORA if not self.missing("text", name))
-        return self.corpus or next(there, EMBEDDED["text"][0])
+        there = [name for name in CORPORA if not self.missing("text", name)]
+        if self.folder is not None:
+            files = sorted(self.folder.glob("*.txt"), key=lambda file: -file.stat().st_size)
+            there += [file.stem for file in files]
+        return self.corpus or next(iter(there), EMBEDDED["text"][0])
 
     def shards(self, name: str) -> int:
         """How many of the five train files of CIFAR-10 there are; 1 of other images."""
@@ -140,7 +143,9 @@ class Data:
         if kind == "images" and self.download and name in cifar.ARCHIVES:
             return ""
         place = "and no data folder is given" if self.folder is None else f"nor in {self.folder}"
-        return f"{name} ({kind}) is not in an installed package, {place}: {HOW[kind]}."
+        files = f"{GLUE[name][0]}/train.tsv and dev.tsv" if name in GLUE else f"{name}/train.de, …"
+        how = HOW[kind].replace("NAME", name).replace("FILES", files)
+        return f"{name} ({kind}) is not in an installed package, {place}: {how}."
 
     def _in_folder(self, kind: Kind, name: str) -> bool:
         folder = self.folder

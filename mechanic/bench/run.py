@@ -1,7 +1,7 @@
 """The command `mechanic bench`: the workers, and what people see of them."""
 
 import signal
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -23,6 +23,7 @@ from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
 from mechanic.bench import study as studies
+from mechanic.bench.methods import GROUPS
 from mechanic.bench.plan import Plan, Request, make_plan, tasks_of
 from mechanic.bench.score import Comparison, compare, summarize
 from mechanic.bench.study import Ended, Grid
@@ -47,18 +48,20 @@ class Bench:
 
     def __init__(self, request: Request, plan: Plan, storage: RDBStorage, console: Console) -> None:
         self.request, self.plan, self.storage, self.console = request, plan, storage, console
-        columns = TextColumn("{task.description:<58.58}"), BarColumn(), MofNCompleteColumn()
+        room = max(16, min(58, console.width - 62))
+        words = TextColumn(f"{{task.description:<{room}.{room}}}")
+        columns = words, BarColumn(20), MofNCompleteColumn()
         times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
         self.progress = Progress(*columns, *times, console=console, transient=True)
         self.workers: list[_Worker] = []
         self.grids: list[Grid] = []
         self.ended: dict[str, set[tuple[float, int]]] = {}
-        self.failed = 0
 
-    def run(self) -> int:
-        """All cells; how many of them failed for other reasons than diverging."""
+    def run(self) -> None:
+        """All cells."""
         # They spend their first seconds importing, while we look at what there is to do.
-        self.workers = [self._start() for _ in range(self.request.jobs)]
+        cells = sum(len(grid.cells) for grid in self.plan.grids)
+        self.workers = [self._start() for _ in range(min(self.request.jobs, cells))]
         try:
             self.grids = self._queue_all()
             with self.progress:
@@ -66,7 +69,6 @@ class Bench:
         finally:
             for worker in self.workers:
                 worker.process.kill()
-        return self.failed
 
     def _watch(self) -> None:
         total = sum(len(grid.cells) for grid in self.plan.grids)
@@ -117,7 +119,9 @@ class Bench:
             self._note(subject, news)
         else:
             done, steps = news
-            self.progress.update(worker.bar, description=subject, completed=done, total=steps)
+            if done == 0:  # a new run, with a time of its own
+                self.progress.reset(worker.bar, description=subject)
+            self.progress.update(worker.bar, completed=done, total=steps)
 
     def _mourn(self, worker: _Worker) -> None:
         """A worker has gone: its trial failed if it was killed, and another takes its place."""
@@ -141,7 +145,6 @@ class Bench:
             buried += studies.bury(study, self.storage, pid, reason)
         if not buried and not worker.heard:  # it did not die of a run: so would the next one
             raise WorkerError(f"{reason} before it had run anything; what it said is above")
-        self.failed += buried
         self.console.print(reason, style="red")
 
     def _note(self, grid: Grid, ended: Ended | None) -> None:
@@ -154,7 +157,6 @@ class Bench:
             if ended.status == "done"
             else f"{ended.status}: {ended.text}"
         )
-        self.failed += ended.status == "failed"
         style = {"done": "", "diverged": "yellow", "failed": "red"}[ended.status]
         line = f"{grid.name}  lr {ended.lr:.3g}  seed {ended.seed}  {text}"
         self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -168,10 +170,36 @@ class Bench:
         self.progress.update(self.bar, completed=sum(map(len, self.ended.values())))
 
 
-def list_tasks(request: Request) -> Iterable[tuple[str, str, str]]:
-    """Name, description and hindrance of each task asked for."""
+def show_tasks(request: Request) -> None:
+    """What there is to run, and what each task lacks here."""
+    console = Console()
+    table = Table("task", "what", box=None, pad_edge=False)
+    lacking: dict[str, list[str]] = {}
     for task in tasks_of(request):
-        yield f"{task.suite}/{task.name}", task.about, task.missing
+        table.add_row(
+            f"{task.suite}/{task.name}", task.about + (" (cannot run)" * bool(task.missing))
+        )
+        if task.missing:
+            lacking.setdefault(task.missing, []).append(task.name)
+    console.print(table)
+    for reason, names in lacking.items():
+        console.print(
+            f"\ncannot run: {', '.join(names)}\n  {reason}", highlight=False, markup=False
+        )
+    for group, methods in GROUPS.items():
+        console.print(f"\n--methods {group}: {', '.join(methods)}", highlight=False)
+
+
+def _show_results(comparisons: list[Comparison]) -> None:
+    """The end of it, on the standard output; all else is on the other stream."""
+    console = Console()
+    for comparison in comparisons:
+        if comparison.budget == "smoke":
+            console.print("All that could run has run; smoke is too short to compare anything.")
+        elif not comparison.scored:
+            console.print("No sweep to compare with: --methods sweeps adds them.")
+        else:
+            console.print(_table(comparison))
 
 
 def _table(comparison: Comparison) -> Table:
@@ -188,24 +216,33 @@ def _table(comparison: Comparison) -> Table:
 def run_bench(request: Request, console: Console) -> int:
     """Run all that is asked for and not there yet; the exit code."""
     plan = make_plan(request)
+
+    def say(line: str, style: str = "") -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
     for line in plan.skipped:
-        console.print(
-            f"skipped  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True
-        )
+        say(f"skipped  {line}", "yellow")
     if not plan.grids:
-        console.print("Nothing to run.", style="red")
+        say("Nothing to run.", "red")
         return 1
+    cells = sum(len(grid.cells) for grid in plan.grids)
+    say(f"{cells} runs, {request.jobs} at a time, kept in {studies.shown(request.storage)}")
     storage = studies.open_storage(request.storage)
-    failed = Bench(request, plan, storage, console).run()
-    names = {(grid.suite, grid.task, grid.budget) for grid in plan.grids}
-    runs = [run for run in studies.load(storage) if (run.suite, run.task, run.budget) in names]
-    for comparison in compare(runs):
-        console.print(_table(comparison))
-    console.print("mechanic report writes tables and figures of all of it", highlight=False)
-    if failed:
-        again = "the same command with --retry-failed runs them again"
-        console.print(f"{failed} runs failed; {again}", style="red")
-    return 1 if failed else 0
+    Bench(request, plan, storage, console).run()
+    wanted = {(g.suite, g.task, g.budget, g.method, g.base) for g in plan.grids}
+    runs = [
+        run
+        for run in studies.load(storage)
+        if (run.suite, run.task, run.budget, run.method, run.base) in wanted
+    ]
+    _show_results(compare(runs))
+    say("mechanic report writes tables and figures of all that is in the storage.")
+    reasons = Counter(run.reason for run in runs if run.status == "failed")
+    for reason, count in reasons.items():
+        say(f"failed: {count} of {len(runs)} runs: {reason}", "red")
+    if reasons:
+        say("The same command with --retry-failed runs them again.", "red")
+    return 1 if reasons else 0
 
 
 def main(request: Request) -> int:

@@ -106,13 +106,36 @@ def open_storage(url: str) -> RDBStorage:
         except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
             # Two processes that make the tables at the same moment get in each other's way.
             if attempt == 4 or not isinstance(error, sqlalchemy.exc.DBAPIError):
-                what = str(error).splitlines()[0]
-                shown = re.sub(r":[^:@/]*@", ":***@", url)  # not the password
-                raise ValueError(f"--storage {shown} cannot be opened: {what}") from error
+                raise _cannot_open(url, error) from error
             time.sleep(0.2 * 2**attempt)
     if lite:
         _lock_from_the_start(storage.engine)
     return storage
+
+
+def check_storage(url: str) -> None:
+    """Refuse what is no storage of Optuna's, before it is made into one."""
+    file = url.removeprefix("sqlite:///")
+    if file != url and not Path(file).is_file():
+        raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
+    try:
+        engine = sqlalchemy.create_engine(url)
+        with engine.connect() as link:
+            there = sqlalchemy.inspect(link).has_table("studies")
+        engine.dispose()
+    except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
+        raise _cannot_open(url, error) from error
+    if not there:
+        raise ValueError(f"--storage {shown(url)} is no storage of mechanic bench")
+
+
+def shown(url: str) -> str:
+    """A storage for people to read: without the password."""
+    return re.sub(r":[^:@/]*@", ":***@", url)
+
+
+def _cannot_open(url: str, error: Exception) -> ValueError:
+    return ValueError(f"--storage {shown(url)} cannot be opened: {str(error).splitlines()[0]}")
 
 
 def _lock_from_the_start(engine: sqlalchemy.Engine) -> None:

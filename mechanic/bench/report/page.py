@@ -113,7 +113,7 @@ def _section(comparison: Comparison, number: int, looks: Looks) -> Markup:
 def _lead(comparison: Comparison) -> Markup | None:
     """The answer first."""
     counts = words.against_sweep(comparison)
-    if comparison.default is None or not any(counts):
+    if comparison.default is None or not any(counts) or comparison.budget == "smoke":
         return None
     said = words.verdict(*counts)
     return tag(

@@ -96,6 +96,9 @@ def sweep_cost(rows: Iterable[Row]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
 
 
+SMOKE = "Smoke runs are a few steps long: they show that all runs, and compare nothing."
+
+
 def warnings(comparison: Comparison) -> list[str]:
     """What a reader must know before believing a number."""
     found = [
@@ -103,6 +106,8 @@ def warnings(comparison: Comparison) -> list[str]:
         for row in comparison.rows
         if row.left_out
     ]
+    if comparison.budget == "smoke":
+        found.insert(0, SMOKE)
     found += _mixed_environments(comparison.rows)
     edges = [
         f"{name(row)} ({row.sweep.edge})"

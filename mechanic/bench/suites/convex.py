@@ -30,7 +30,7 @@ GRIDS = {
 
 def tasks(data: Data) -> list[Task]:
     """The paper's problems where the folder has any beyond the embedded ones, else those."""
-    whole = not data.missing("tabular", "glass")
+    whole = any(not data.missing("tabular", name) for name in set(PROBLEMS) - set(EMBEDDED))
     return [
         Task(
             "convex",

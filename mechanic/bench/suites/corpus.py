@@ -64,6 +64,8 @@ def _words(text: str) -> Iterator[str]:
 
 def random_windows(tokens: Tensor, length: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Batches of stretches of the text, from anywhere in it."""
+    if len(tokens) < length:
+        raise ValueError(f"the corpus has {len(tokens)} tokens to train on; {length} are needed")
     generator = torch.Generator(tokens.device).manual_seed(seed)
     offsets = torch.arange(length, device=tokens.device)
     places = len(tokens) - length + 1
