@@ -216,6 +216,7 @@ def _table(comparison: Comparison) -> Table:
 def run_bench(request: Request, console: Console) -> int:
     """Run all that is asked for and not there yet; the exit code."""
     plan = make_plan(request)
+    storage = studies.open_storage(request.storage)
 
     def say(line: str, style: str = "") -> None:
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -227,7 +228,6 @@ def run_bench(request: Request, console: Console) -> int:
         return 1
     cells = sum(len(grid.cells) for grid in plan.grids)
     say(f"{cells} runs, {request.jobs} at a time, kept in {studies.shown(request.storage)}")
-    storage = studies.open_storage(request.storage)
     Bench(request, plan, storage, console).run()
     wanted = {(g.suite, g.task, g.budget, g.method, g.base) for g in plan.grids}
     runs = [
