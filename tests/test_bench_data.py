@@ -365,3 +365,21 @@ def _write_cifar(path: Path, count: int, first: int = 0, labels: bytes = b"label
     planes = np.repeat(colours, 32 * 32, axis=1).astype(np.uint8)
     batch = {b"data": planes, labels: list(range(count))}
     path.write_bytes(pickle.dumps(batch, protocol=4))
+
+
+def test_data_of_one_name_is_told_apart(tmp_path: Path) -> None:
+    data = Data(tmp_path)
+    assert data.identity("tabular", "iris") == ""  # of packages
+    assert data.identity("text", "book") == ""
+    seen = set()
+    for text in ("one", "two", "three"):
+        _write(tmp_path / "book.txt", text)
+        seen.add(data.identity("text", "book"))
+    _write(tmp_path / "other.txt", "of another name")
+    assert data.identity("text", "book") in seen
+    assert len(seen) == 3
+    _write_cifar(tmp_path / "cifar-10-batches-py" / "data_batch_1", 2)
+    _write_cifar(tmp_path / "cifar-10-batches-py" / "test_batch", 2)
+    part = data.identity("images", "cifar10")
+    _write_cifar(tmp_path / "cifar-10-batches-py" / "data_batch_2", 2)
+    assert data.identity("images", "cifar10") != part != ""

@@ -66,7 +66,15 @@ def quadratic(steps: int = 50, **changes: object) -> Task:
         }
         return Problem(model, batches, loss, **{**given, **changes})  # type: ignore[arg-type]
 
-    return Task("test", "quadratic", {"sgd": [0.1], "adamw": [0.1]}, build, "train_loss", "")
+    return Task(
+        "test",
+        "quadratic",
+        {"sgd": [0.1], "adamw": [0.1]},
+        build,
+        "train_loss",
+        "",
+        ("tabular", ""),
+    )
 
 
 def run(task: Task, method: str, base: str, lr: float) -> Outcome:

@@ -16,7 +16,7 @@ from mechanic.bench.study import Grid
 from mechanic.bench.train import DivergedError, Outcome
 
 GRID = Grid(
-    "convex", "iris", "short", "adamw", "sweep", "adamw", "test_accuracy", (0.1, 1.0), (0, 1)
+    "convex", "iris", "short", "adamw", "sweep", "adamw", "test_accuracy", "", (0.1, 1.0), (0, 1)
 )
 
 
@@ -224,3 +224,9 @@ def test_a_run_that_was_silent_for_too_long_is_left_to_the_others(storage):
     studies.queue(study, GRID)
     assert len(list(studies.work(study, sleeper, {}))) == 1
     assert [run.status for run in studies.load(storage)] == ["done"] * 4
+
+
+def test_other_data_under_the_same_name_is_refused(storage):
+    run_all(storage, GRID, Trainer())
+    with pytest.raises(ValueError, match="give other data another --storage"):
+        studies.open_study(storage, replace(GRID, data="another"))

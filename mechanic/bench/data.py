@@ -20,6 +20,7 @@ The four raise FileNotFoundError for what is not there, and read files whose nam
 of the data (`cifar10_train_1.npz`): what there is can then be told before anything is loaded.
 """
 
+import hashlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class Data:
 
     def missing(self, kind: Kind, name: str) -> str:
         """Empty if it is there; else what was looked for, where, how to get it. Loads nothing."""
-        if name in EMBEDDED[kind] or self._in_folder(kind, name):
+        if name in EMBEDDED[kind] or self._found(kind, name):
             return ""
         if kind == "images" and self.download and name in cifar.ARCHIVES:
             return ""
@@ -147,20 +148,34 @@ class Data:
         how = HOW[kind].replace("NAME", name).replace("FILES", files)
         return f"{name} ({kind}) is not in an installed package, {place}: {how}."
 
-    def _in_folder(self, kind: Kind, name: str) -> bool:
+    def identity(self, kind: Kind, name: str) -> str:
+        """Tells data of one name apart by its files: their names, sizes and beginnings; empty if
+        packages carry it."""
+        digest = hashlib.sha1(usedforsecurity=False)
+        files = sorted(self._found(kind, name))
+        for path in files:
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 16))
+        return digest.hexdigest()[:12] if files else ""
+
+    def _found(self, kind: Kind, name: str) -> list[Path]:
+        """The files to read; of those with a split some, which change with the others."""
         folder = self.folder
-        if folder is None:
-            return kind == "images" and cifar.found(name, cifar.cache_folder())
-        if _loader(folder) is not None and _files(folder, name):
-            return True
+        if folder is not None and _loader(folder) is not None and (files := _files(folder, name)):
+            return files
         if kind == "images":
-            return any(cifar.found(name, place) for place in (folder, cifar.cache_folder()))
+            for place in (folder, cifar.cache_folder()):
+                if place is not None and cifar.found(name, place):
+                    return list((place / cifar.ARCHIVES[name].folder).iterdir())
+            return []
+        if folder is None:
+            return []
         standard = {
             "tabular": tables.libsvm(folder, name),
             "text": folder / f"{name}.txt",
             "pairs": _sentences(folder, name, "train"),
         }
-        return standard[kind].is_file()
+        return [standard[kind]] if standard[kind].is_file() else []
 
     def need(self, kind: Kind, name: str) -> MissingData:
         """The error to raise where it is not there after all."""

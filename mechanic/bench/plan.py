@@ -67,5 +67,6 @@ def make_plan(request: Request) -> Plan:
                     continue
                 seeds = tuple(range(request.seeds))
                 key = task.suite, task.name, request.budget, method.name, method.kind, base
-                grids.append(Grid(*key, task.metric, lrs, seeds))
+                data = request.data.identity(*task.uses)
+                grids.append(Grid(*key, task.metric, data, lrs, seeds))
     return Plan(grids, list(skipped))

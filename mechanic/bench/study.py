@@ -64,6 +64,8 @@ class Grid:
     kind: Kind
     base: str
     metric: str
+    data: str
+    """What tells its data from others of the same name."""
     lrs: tuple[float, ...]
     seeds: tuple[int, ...]
 
@@ -157,6 +159,11 @@ def open_study(storage: RDBStorage, grid: Grid) -> optuna.Study:
         about = asdict(grid)
         del about["lrs"], about["seeds"]
         study.set_user_attr("grid", about)
+    elif study.user_attrs["grid"].get("data", grid.data) != grid.data:
+        raise ValueError(
+            f"the storage holds runs of {grid.task} on other data than there is now; "
+            "give other data another --storage"
+        )
     return study
 
 
@@ -331,6 +338,7 @@ def load(storage: RDBStorage) -> list[Run]:
 def _to_run(about: Mapping[str, Any], trial: FrozenTrial) -> Run:
     lr, seed = _cell(trial)
     attrs = trial.user_attrs
+    about = {key: value for key, value in about.items() if key != "data"}
     common = {**about, "lr": lr, "seed": seed, "environment": attrs.get("environment", {})}
     if trial.state == TrialState.FAIL:
         return Run(**common, status=attrs["status"], reason=attrs["reason"])

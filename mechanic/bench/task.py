@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mechanic.bench.data import Data
+from mechanic.bench.data import Data, Kind
 
 Budget = Literal["smoke", "short", "full"]  # seconds to see that all runs; minutes; the paper's
 
@@ -63,6 +63,8 @@ class Task:
     "loss" are better low, all others better high."""
     about: str
     """One line: model, data, schedule."""
+    uses: tuple[Kind, str]
+    """The data: of what kind, and its name."""
     missing: str = ""
     """Why the task cannot run here and what to do about it; empty where it can."""
     extra_methods: Sequence[str] = ()

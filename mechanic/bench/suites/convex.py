@@ -39,6 +39,7 @@ def tasks(data: Data) -> list[Task]:
             partial(_build, name),
             "test_accuracy",
             f"multinomial logistic regression on {name}; lr x 0.1 at 60, 80 and 95 %",
+            ("tabular", name),
             data.missing("tabular", name),
         )
         for name in (PROBLEMS if whole else EMBEDDED)

@@ -23,6 +23,7 @@ def _bert(data: Data, rate: float) -> Task:
         partial(mlm.build, dropout=rate),
         "test_accuracy",
         f"the BERT of mlm on {name}, with dropout {rate} of activations and attention",
+        ("text", name),
         mlm.missing(data),
         only_methods=("adamw", "mechanic", "mechanic-paper"),
     )
@@ -37,5 +38,6 @@ def _resnet(data: Data, rate: float) -> Task:
         partial(vision.build, vision.residual_net(images, rate), images),
         "test_accuracy",
         f"ResNet-18 on {images}, with dropout {rate} between convolutions and before the head",
+        ("images", images),
         only_methods=("sgd", "mechanic", "mechanic-paper"),
     )

@@ -65,6 +65,7 @@ def _task(data: Data, name: str, grids: Mapping[str, list[float]], metric: str) 
         partial(_build, name),
         metric,
         f"{ENCODER} with a new head on {name}, batch 32; linear with 6 % warm-up, no dropout",
+        ("pairs", name),
         data.missing("pairs", name)
         or not_installed("transformers")
         or ("" if data.model(ENCODER) else HOW),

@@ -48,6 +48,7 @@ def tasks(data: Data) -> list[Task]:
             _build,
             "test_loss",
             f"GPT on the bytes of {name}; cosine with 5 % warm-up, clip 1",
+            ("text", name),
             data.missing("text", name) or not_installed("transformers"),
         )
     ]

@@ -55,6 +55,7 @@ def tasks(data: Data) -> list[Task]:
             build,
             "test_accuracy",
             f"BERT on the words of {name}; linear with 5 % warm-up, clip 1",
+            ("text", name),
             missing(data),
         )
     ]

@@ -27,6 +27,7 @@ def _task(data: Data, what: str, part: float) -> Task:
         partial(mlm.build, batch=part) if what == "batch" else partial(mlm.build, width=part),
         "test_accuracy",
         f"the BERT of mlm on {name}, with {part:g} times its {what}",
+        ("text", name),
         mlm.missing(data),
         only_methods=("mechanic", "mechanic-paper"),
     )

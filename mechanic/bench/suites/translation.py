@@ -64,6 +64,7 @@ def _task(data: Data, name: str, net: Net, about: str) -> Task:
         partial(_build, net, pairs),
         "test_loss",
         f"{about}, German to English; cosine with 5 % warm-up, clip 1",
+        ("pairs", pairs),
         data.missing("pairs", pairs),
     )
 

@@ -51,6 +51,7 @@ def tasks(data: Data) -> list[Task]:
             partial(build, residual_net("cifar10"), "cifar10"),
             "test_accuracy",
             f"ResNet-18 on {pictures}; {stepped}",
+            ("images", "cifar10"),
             data.missing("images", "cifar10"),
             extra_methods=("mechanic-paper-lambda-0.1",),
         ),
@@ -61,6 +62,7 @@ def tasks(data: Data) -> list[Task]:
             partial(build, _wide_resnet, "cifar100"),
             "test_accuracy",
             f"WideResNet-40-10 on CIFAR-100, cropped and flipped; {stepped}",
+            ("images", "cifar100"),
             data.missing("images", "cifar100"),
         ),
         Task(
@@ -70,6 +72,7 @@ def tasks(data: Data) -> list[Task]:
             _build_vit,
             "test_accuracy",
             f"ViT on {pictures}; cosine with 5 % warm-up, clip 1",
+            ("images", "cifar10"),
             data.missing("images", "cifar10") or not_installed("transformers"),
         ),
     ]
@@ -82,6 +85,7 @@ def tasks(data: Data) -> list[Task]:
         partial(build, residual_net("digits8x8"), "digits8x8"),
         "test_accuracy",
         f"ResNet-18 of width 8 on 1,442 digits of 8x8, cropped; {stepped}",
+        ("images", "digits8x8"),
     )
     return [*listed, digits]
 
