@@ -64,7 +64,8 @@ def _run(
 ) -> Outcome:
     method, device = METHODS[grid.method], torch.device(request.device)
     setting = Setting(request.budget, seed, device, request.data)
-    name = f"{grid.task} {grid.method} {grid.base} lr {lr:.3g} seed {seed}"
+    who = grid.method if grid.base in ("", grid.method) else f"{grid.method}/{grid.base}"
+    name = f"{who} lr {lr:.3g} seed {seed} {grid.task}"
     _tell(line, name, (0, 1))
     try:
         return train(task, method, grid.base, lr, setting, lambda *done: _tell(line, name, done))
