@@ -72,10 +72,8 @@ class Bench:
 
     def _watch(self) -> None:
         total = sum(len(grid.cells) for grid in self.plan.grids)
-        self.bar = self.progress.add_task("runs", total=total)
-        for grid in self.plan.grids:
-            if grid not in self.grids:
-                self._all_ended(grid)
+        done = sum(map(len, self.ended.values()))
+        self.bar = self.progress.add_task("runs", total=total, completed=done)
         if self.grids:
             for worker in self.workers:
                 worker.line.send(self.grids)
@@ -91,7 +89,8 @@ class Bench:
                 study = studies.open_study(self.storage, grid)
                 studies.reap(study)
                 studies.queue(study, grid, self.request.retry_failed)
-                if studies.unfinished(study, grid) or self.request.retry_failed:
+                self.ended[grid.name] = studies.finished(study, grid)
+                if len(self.ended[grid.name]) < len(grid.cells) or self.request.retry_failed:
                     open_grids.append(grid)
         return open_grids
 
@@ -151,7 +150,7 @@ class Bench:
         if ended is None:
             self._all_ended(grid)
             return
-        self.ended.setdefault(grid.name, set()).add((ended.lr, ended.seed))
+        self.ended[grid.name].add((ended.lr, ended.seed))
         text = (
             f"train loss {ended.text}"
             if ended.status == "done"

@@ -309,14 +309,18 @@ def _yields(study: optuna.Study, trial: optuna.Trial) -> bool:
     )
 
 
-def unfinished(study: optuna.Study, grid: Grid) -> int:
-    """How many cells have no result yet."""
-    ended = {
+def finished(study: optuna.Study, grid: Grid) -> set[tuple[float, int]]:
+    """The cells that have a result."""
+    return set(grid.cells) & {
         _cell(trial)
         for trial in study.get_trials(deepcopy=False)
         if trial.state.is_finished() and _counts(trial)
     }
-    return len(set(grid.cells) - ended)
+
+
+def unfinished(study: optuna.Study, grid: Grid) -> int:
+    """How many cells have none yet."""
+    return len(grid.cells) - len(finished(study, grid))
 
 
 def load(storage: RDBStorage) -> list[Run]:
