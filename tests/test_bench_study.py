@@ -164,7 +164,7 @@ def test_no_sign_of_life_gives_the_cell_back(storage, monkeypatch):
     studies.queue(study, GRID)
     claim(storage, 1, host="elsewhere")
     claim(storage, None)
-    monkeypatch.setattr(studies, "_GRACE", -1)
+    monkeypatch.setattr(studies, "_INTRODUCTION", -1)
     with storage.engine.connect() as connection:  # as if a minute had passed
         connection.exec_driver_sql("update trial_heartbeats set heartbeat = '2020-01-01 00:00:00'")
         connection.commit()

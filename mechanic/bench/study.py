@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from mechanic.bench.record import Curve, Kind, Run, Status
 from mechanic.bench.train import DivergedError, Outcome
 
 _BEAT = 10  # seconds between two signs of life of a running trial
+_INTRODUCTION = 10  # seconds to say who has taken a trial; it takes milliseconds
 _GRACE = 60  # seconds without one after which another machine takes it for dead
 
 
@@ -49,6 +49,7 @@ def _host() -> str:
 
 
 _HOST = _host()
+_nameless: dict[tuple[str, int], float] = {}  # running trials that nobody owns to: when first seen
 
 optuna.logging.set_verbosity(optuna.logging.CRITICAL)  # what happened to a trial is in the storage
 
@@ -203,9 +204,9 @@ def reap(study: optuna.Study) -> None:
         optuna.storages.fail_stale_trials(study)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if worker is None:  # killed in the moment between taking it and saying so
-            started = trial.datetime_start or datetime.now()
-            dead = datetime.now() - started > timedelta(seconds=_GRACE)
+        if worker is None:  # perhaps killed in the moment between taking it and saying so
+            seen = _nameless.setdefault((study.study_name, trial.number), time.monotonic())
+            dead = time.monotonic() - seen > _INTRODUCTION
         else:
             dead = worker["host"] == _HOST and not _alive(worker["pid"])
         if dead:
