@@ -156,7 +156,7 @@ def _request(options: argparse.Namespace) -> Any:
     return Request(
         suites=suites,
         tasks=tuple(options.tasks),
-        methods=tuple(_methods(options.methods)) if options.methods else (),
+        methods=_methods(options.methods),
         seeds=options.seeds,
         budget=options.budget,
         typed=tuple(dict.fromkeys(options.typed)),
@@ -184,16 +184,16 @@ def _check_device(device: str) -> None:
         ) from None
 
 
-def _methods(asked: Sequence[str]) -> list[str]:
+def _methods(asked: Sequence[str]) -> tuple[str, ...]:
     from mechanic.bench.methods import GROUPS, METHODS
 
     names: list[str] = []
-    for name in asked or METHODS:
+    for name in asked:
         if name not in METHODS and name not in GROUPS:
             there = ", ".join((*GROUPS, *METHODS))
             raise ValueError(f"--methods: there is no {name!r}; there are {there}")
         names += GROUPS.get(name, (name,))
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
 def _report(options: argparse.Namespace) -> int:

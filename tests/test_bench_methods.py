@@ -1,11 +1,9 @@
 """What trains: every method runs in every suite, as its authors mean it, and is judged fairly."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from bench_data import make_folder
 from torch.optim.lr_scheduler import LambdaLR
 
 from mechanic.bench.data import Data
@@ -16,19 +14,7 @@ from mechanic.bench.train import DivergedError, Outcome, train
 from mechanic.torch import mechanize
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_folder(tmp_path_factory.mktemp("data"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("method", METHODS)

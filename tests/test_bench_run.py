@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import optuna
@@ -243,17 +244,20 @@ def request(**changes: object) -> Request:
     return Request(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def test_a_peer_that_is_not_installed_is_named_and_skipped(monkeypatch) -> None:
-    from importlib import metadata
-
+def uninstall(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as anyone who asks can tell."""
     original = metadata.version
 
     def version(name: str) -> str:
-        if name == "prodigyopt":
+        if name == package:
             raise metadata.PackageNotFoundError
         return original(name)
 
     monkeypatch.setattr(metadata, "version", version)
+
+
+def test_a_peer_that_is_not_installed_is_named_and_skipped(monkeypatch) -> None:
+    uninstall("prodigyopt", monkeypatch)
     plan = make_plan(request())
     assert plan.skipped == ["prodigy: prodigyopt is not installed; pip install prodigyopt"]
     assert "prodigy" not in {grid.method for grid in plan.grids}
@@ -261,16 +265,7 @@ def test_a_peer_that_is_not_installed_is_named_and_skipped(monkeypatch) -> None:
 
 
 def test_without_lion_nothing_that_wraps_it_is_planned(monkeypatch) -> None:
-    from importlib import metadata
-
-    original = metadata.version
-
-    def version(name: str) -> str:
-        if name == "lion-pytorch":
-            raise metadata.PackageNotFoundError
-        return original(name)
-
-    monkeypatch.setattr(metadata, "version", version)
+    uninstall("lion-pytorch", monkeypatch)
     plan = make_plan(request(methods=("lion", "mechanic", "adamw")))
     assert {(grid.method, grid.base) for grid in plan.grids} == {
         ("mechanic", "sgd"), ("mechanic", "adamw"), ("adamw", "adamw"),

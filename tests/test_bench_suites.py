@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_data import make_folder
 from sklearn.metrics import matthews_corrcoef
 
 from mechanic.bench.data import Data
@@ -23,20 +21,8 @@ from mechanic.bench.task import Budget, Problem, Setting, Task, half_decades
 
 VARIATIONS = ("scaling", "dropout")
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = Path(os.environ.get("MECHANIC_BENCH_DATA") or Path(__file__).parents[2] / "shared" / "data")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 def setting(data: Data, seed: int = 0, budget: Budget = "smoke") -> Setting:

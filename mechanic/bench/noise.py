@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1.
 _T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
@@ -31,6 +32,15 @@ class Difference:
     def within_noise(self) -> bool | None:
         """None where nothing can be said."""
         return None if math.isnan(self.noise) else abs(self.mean) <= self.noise
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "within", "untold"]:
+        """Of the first, where low is good."""
+        if self.within_noise is None:
+            return "untold"
+        if self.within_noise:
+            return "within"
+        return "better" if self.mean < 0 else "worse"
 
 
 def paired(

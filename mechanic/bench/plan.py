@@ -57,16 +57,15 @@ def make_plan(request: Request) -> Plan:
         if task.missing:
             skipped[f"{task.suite}/{task.name}: {task.missing}"] = None
             continue
+        data = request.data.identity(*task.uses)
         for method in choose(task, request.methods):
             for base, lrs in method.cells(task, request.typed).items():
+                key = task.suite, task.name, request.budget, method.name, method.kind, base
+                grid = Grid(*key, task.metric, data, lrs, tuple(range(request.seeds)))
                 needed = {method.package, METHODS[base].package if base else method.package}
                 if absent := [package for package in sorted(needed) if version(package) is None]:
-                    name = f"{method.name}/{base}" if base not in ("", method.name) else method.name
                     fix = f"pip install {absent[0]}"
-                    skipped[f"{name}: {absent[0]} is not installed; {fix}"] = None
-                    continue
-                seeds = tuple(range(request.seeds))
-                key = task.suite, task.name, request.budget, method.name, method.kind, base
-                data = request.data.identity(*task.uses)
-                grids.append(Grid(*key, task.metric, data, lrs, seeds))
+                    skipped[f"{grid.label}: {absent[0]} is not installed; {fix}"] = None
+                else:
+                    grids.append(grid)
     return Plan(grids, list(skipped))

@@ -163,6 +163,14 @@ class Comparison:
         return list(dict.fromkeys(row.suite for row in self.scored))
 
     @property
+    def tasks(self) -> dict[tuple[str, str], list[Row]]:
+        """The rows of each task, by suite and name."""
+        found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        for row in self.rows:
+            found[row.suite, row.task].append(row)
+        return found
+
+    @property
     def unswept(self) -> list[Row]:
         """The rows that have nothing to be compared with."""
         return [row for row in self.rows if row.sweep is None]
@@ -351,11 +359,7 @@ def _verdict(ours: Result, theirs: Result) -> str:
             return "untold"
         return "worse" if ours.trouble else "better"
     gap = paired(final_losses(ours.runs), final_losses(theirs.runs))
-    if gap is None or gap.within_noise is None:
-        return "untold"
-    if gap.within_noise:
-        return "within"
-    return "better" if gap.mean < 0 else "worse"
+    return gap.verdict if gap else "untold"
 
 
 def best_by_metric(sweep: Sweep, metric: str) -> tuple[float, dict[int, float]] | None:

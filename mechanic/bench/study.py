@@ -77,6 +77,11 @@ class Grid:
         return "/".join(part for part in parts if part)
 
     @property
+    def label(self) -> str:
+        """Method and base for people, who need not hear "adamw over adamw"."""
+        return self.method if self.base in ("", self.method) else f"{self.method}/{self.base}"
+
+    @property
     def cells(self) -> list[tuple[float, int]]:
         """Typed lr and seed of each run."""
         return list(itertools.product(self.lrs, self.seeds))
@@ -235,8 +240,8 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is somebody else's, and there
+        pass
     return True
 
 

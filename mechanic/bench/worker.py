@@ -47,15 +47,13 @@ def work(request: Request, line: Connection) -> None:
                 if ended.status == "failed" and request.device != "cpu":
                     sys.exit(SPOILT)  # an error on a GPU may fail all that comes after it
             if studies.unfinished(study, grid):
+                studies.reap(study)
+                studies.queue(study, grid)
                 left.append(grid)
             else:
                 _tell(line, grid, None)
         if len(left) == len(grids):
             time.sleep(0.5)  # what is left runs elsewhere
-        for grid in left:
-            study = studies.open_study(storage, grid)
-            studies.reap(study)
-            studies.queue(study, grid)
         grids = left
 
 
@@ -64,8 +62,7 @@ def _run(
 ) -> Outcome:
     method, device = METHODS[grid.method], torch.device(request.device)
     setting = Setting(request.budget, seed, device, request.data)
-    who = grid.method if grid.base in ("", grid.method) else f"{grid.method}/{grid.base}"
-    name = f"{who} lr {lr:.3g} seed {seed} {grid.task}"
+    name = f"{grid.label} lr {lr:.3g} seed {seed} {grid.task}"
     _tell(line, name, (0, 1))
     try:
         return train(task, method, grid.base, lr, setting, lambda *done: _tell(line, name, done))

@@ -44,13 +44,6 @@ def page(comparisons: Sequence[Comparison], title: str, looks: Looks) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def _tasks(comparison: Comparison) -> dict[tuple[str, str], list[Row]]:
-    tasks: dict[tuple[str, str], list[Row]] = {}
-    for row in comparison.rows:
-        tasks.setdefault((row.suite, row.task), []).append(row)
-    return tasks
-
-
 def _link(target: str, text: str, **attributes: str) -> Markup:
     return tag("a", text, href=f"#{target}", **attributes)
 
@@ -65,7 +58,7 @@ def _navigation(comparisons: Sequence[Comparison], title: str) -> Markup:
         parts.append(("tasks", "Task by task", True))
         groups += [_link(f"{key}-{number}", text) for key, text, there in parts if there]
         suite = None
-        for place, key in enumerate(_tasks(comparison)):
+        for place, key in enumerate(comparison.tasks):
             if key[0] != suite:
                 groups.append(tag("span", key[0], class_="suite"))
                 suite = key[0]
@@ -104,7 +97,7 @@ def _section(comparison: Comparison, number: int, looks: Looks) -> Markup:
     parts.append(tag("p", words.PLOTS, " A click on a method hides it in all plots."))
     parts.append(_legend([method.label for method in comparison.methods], looks))
     default = comparison.default.label if comparison.default else None
-    for place, ((suite, task), rows) in enumerate(_tasks(comparison).items()):
+    for place, ((suite, task), rows) in enumerate(comparison.tasks.items()):
         heading = tag("h3", tag("small", suite), task, id=f"task-{number}-{place}")
         parts.append(tag("section", heading, *_task(rows, looks, default), class_="task"))
     return tag("section", *parts, class_="budget")

@@ -44,10 +44,7 @@ def _section(comparison: Comparison, figures: Figures) -> list[str]:
         parts += ["### Rows without a sweep", _table(unswept_table(comparison.unswept))]
         parts.append(_image("Learned learning rates", figures.get((budget, "learned"))))
     parts += ["### Task by task", words.PLOTS]
-    tasks: dict[tuple[str, str], list[Row]] = {}
-    for row in comparison.rows:
-        tasks.setdefault((row.suite, row.task), []).append(row)
-    for (suite, task), rows in tasks.items():
+    for (suite, task), rows in comparison.tasks.items():
         parts += [f"#### {plain(suite)}: {plain(task)}", *_task(budget, rows, figures)]
     return parts
 

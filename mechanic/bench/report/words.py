@@ -174,20 +174,17 @@ def _against_best(result: Result) -> str:
     if result.trouble:
         return "worse"
     assert result.excess is not None
-    if result.excess.within_noise is None:
-        return "untold"
-    if result.excess.within_noise:
-        return "within"
-    return "better" if result.excess.mean < 0 else "worse"
+    return result.excess.verdict
 
 
 def headline(comparison: Comparison) -> str:
     """How Mechanic's default fares, to be followed by where."""
-    ours = next(s for s in summarize(comparison) if s.method == comparison.default)
+    summaries = summarize(comparison)
+    ours = next(summary for summary in summaries if summary.method == comparison.default)
     return (
         f": mean excess {percent(ours.mean)} over the best of a sweep, in 1 run where the sweep "
         f"takes {sweep_cost(comparison.scored)}; {percent(ours.worst)} on its worst row; "
-        f"mean rank {ours.rank:.1f} of {len(summarize(comparison))} learning-rate-free methods. "
+        f"mean rank {ours.rank:.1f} of {len(summaries)} learning-rate-free methods. "
         "Against the best of the sweep it is "
     )
 

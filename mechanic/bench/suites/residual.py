@@ -32,14 +32,8 @@ class Block(nn.Module):
 
     def __init__(self, inside: int, outside: int, stride: int, dropout: float) -> None:
         super().__init__()
-        self.path = nn.Sequential(
-            _conv3(inside, outside, stride),
-            nn.BatchNorm2d(outside),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            _conv3(outside, outside),
-            nn.BatchNorm2d(outside),
-        )
+        convolutions = _two_convolutions(inside, outside, stride, dropout)
+        self.path = nn.Sequential(*convolutions, nn.BatchNorm2d(outside))
         self.shortcut: nn.Module = nn.Identity()
         if inside != outside:
             project = nn.Conv2d(inside, outside, 1, stride, bias=False)
@@ -56,13 +50,7 @@ class PreBlock(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.Sequential(nn.BatchNorm2d(inside), nn.ReLU())
-        self.path = nn.Sequential(
-            _conv3(inside, outside, stride),
-            nn.BatchNorm2d(outside),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            _conv3(outside, outside),
-        )
+        self.path = nn.Sequential(*_two_convolutions(inside, outside, stride, dropout))
         self.project: nn.Module | None = None
         if inside != outside:
             self.project = nn.Conv2d(inside, outside, 1, stride, bias=False)
@@ -90,6 +78,11 @@ def _stages(
 def _head(width: int, classes: int, dropout: float) -> list[nn.Module]:
     linear = nn.Linear(width, classes)
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), linear]
+
+
+def _two_convolutions(inside: int, outside: int, stride: int, dropout: float) -> list[nn.Module]:
+    between = nn.BatchNorm2d(outside), nn.ReLU(), nn.Dropout(dropout)
+    return [_conv3(inside, outside, stride), *between, _conv3(outside, outside)]
 
 
 def _conv3(inside: int, outside: int, stride: int = 1) -> nn.Module:
