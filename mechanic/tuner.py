@@ -45,8 +45,8 @@ EPS = 1e-8  # the ε of the two codes of the paper's authors
 
 
 class Sums(NamedTuple):
-    """What one step measures, over all parameters: `dx`, `gg` and `xx` for a decay above 0, `uu`,
-    `x1` and `d` for a relative start. Those that are not needed may be 0."""
+    """What one step measures, over all parameters: `dx`, `gg` and `xx` for a decay above 0, the
+    last five for a relative start. Those that are not needed may be 0."""
 
     dg: Array
     """⟨Δ_t, g_t⟩"""
@@ -56,12 +56,16 @@ class Sums(NamedTuple):
     """‖g_t‖²"""
     xx: Array
     """‖x_t‖²"""
-    uu: Array
-    """‖u_t‖²"""
     x1: Array
     """‖x_1‖²: of each parameter when it was first seen"""
     d: Array
     """The number of parameters behind `x1`"""
+    dd: Array
+    """‖Δ_t‖²"""
+    rise: Array
+    """How many times the base's lr has grown since the last step"""
+    uu: Array
+    """‖u_t‖², where it is known in time: in the first steps"""
 
 
 class State(NamedTuple):
@@ -76,6 +80,8 @@ class State(NamedTuple):
     """The largest S so far (default rule)"""
     U: Array
     """The largest ‖u‖ so far (relative start)"""
+    D: Array
+    """‖Δ‖ without the last update"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -86,7 +92,7 @@ def init(options: Options, beta: Array) -> State:
         m = zero + 1e-6
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
-    return State(beta=beta, m=m, v=zero, r=zero, s=s, M=zero.sum(), U=zero.sum())
+    return State(beta, m=m, v=zero, r=zero, s=s, M=zero.sum(), U=zero.sum(), D=zero.sum())
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -96,19 +102,20 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     >>> options = Options(preset="paper", betas=(0.9,), s_decay=0.0)
     >>> state = init(options, np.array(options.betas))
     >>> for dg in (0.0, -2.0, -2.0):  # along Δ the loss falls, so the scale grows
-    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 1))))
+    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 0, 1, 0))))
     >>> round(float(state.s.sum() / options.s_init), 3)
     1.487
     """
     state, keep = RULES[options.preset].update(options, state, sums)
-    return state._replace(s=_capped(options, state.s)), keep
+    s, D = _capped(options, state.s), keep * _namespace(sums.dd).sqrt(sums.dd)
+    return state._replace(s=s, D=D), keep
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
     n, S = len(beta), s.sum()
     before = U
-    sigma, U = start(options, U, sums)
+    sigma, U = start(options, state, sums)
     # A base that has only now begun to move, after a warm-up from almost 0 or a first update by
     # weight decay alone: what was learned in units of so small a step counts as much less.
     rebase = 1 / _max(_divide(U, CLIP * before), 1.0)
@@ -123,25 +130,25 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     M = rebase * M
     largest = _max(s.sum(), M)
     keep = 1 / _max(_divide(largest, (1 + FORGET) * M), 1.0)
-    return State(beta, m, v, r, s, largest, U), keep
+    return State(beta, m, v, r, s, largest, U, D), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
-    sigma, U = start(options, U, sums)
+    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    sigma, U = start(options, state, sums)
     h = _signal(options, s.sum(), sums)  # line 10
     m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
     v = beta**2 * v + h**2  # line 12
     r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
     W = sigma * m / len(beta) + r  # line 15
     s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
-    return State(beta, m, v, r, s, M, U), M * 0 + 1
+    return State(beta, m, v, r, s, M, U, D), M * 0 + 1
 
 
 def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
-    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
-    sigma, U = start(options, U, sums)
+    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
@@ -150,13 +157,13 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
     v = beta**2 * v + h**2
     r = _max(beta * r - s * h, 0.0)
     s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
-    return State(beta, m, v, r, s, M, U), keep
+    return State(beta, m, v, r, s, M, U, D), keep
 
 
 def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """optax.contrib.mechanize 0.2.8."""
-    xp, (beta, m, v, r, s, M, U) = _namespace(sums.dg), state
-    sigma, U = start(options, U, sums)
+    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
@@ -165,7 +172,7 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(h) + EPS)
     v = beta**2 * v + h**2
     W = sigma * m / len(beta) + _max(r, 0.0)
-    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U), keep
+    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U, D), keep
 
 
 def _capped(options: Options, s: Array) -> Array:
@@ -188,16 +195,21 @@ RULES: dict[Preset, Rule] = {
 }
 
 
-def start(options: Options, U: Array, sums: Sums) -> tuple[Array, Array]:
+def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     """The scale to start from, a number that is given or relative to the problem, and U.
 
     The relative start makes the largest update so far move the parameters by `START` times
     their norm, whatever the learning rate that is typed and the scale of the loss.
+
+    How large an update is, is known in time only in the first steps (`sums.uu`): it is yet to be
+    made. Later the update before it stands for it, at the present lr, and that one is as large as
+    it has made Δ grow (or larger, if it did not point along Δ).
     """
     if options.s_init != "relative":
-        return options.s_init, U
-    xp = _namespace(sums.uu)
-    U = _max(xp.where(sums.uu < math.inf, xp.sqrt(sums.uu), 0.0), U)
+        return options.s_init, state.U
+    xp = _namespace(sums.dd)
+    grown = sums.rise * (xp.sqrt(sums.dd) - state.D)
+    U = _max(_max(_finite(grown), _finite(xp.sqrt(sums.uu))), state.U)
     size = xp.sqrt(_max(sums.x1, FLOOR**2 * sums.d))
     return _divide(START * size, U), U
 
@@ -260,6 +272,11 @@ def _namespace(array: Array) -> Any:
 
 def _max(a: Array, b: Array) -> Array:
     return _namespace(a).clip(a, b, None)
+
+
+def _finite(a: Array) -> Array:
+    """a, and 0 where it is inf or NaN."""
+    return _namespace(a).where(abs(a) < math.inf, a, 0.0)
 
 
 def _divide(a: Array, b: Array) -> Array:

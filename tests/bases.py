@@ -282,8 +282,8 @@ def start_of(opt: Optimizer) -> float:
     """The scale that a mechanized optimizer started from."""
     mechanism = opt._mechanic
     zero = torch.zeros_like(mechanism.scale)
-    sums = rules.Sums(*[zero] * 5, x1=mechanism.reference_square, d=mechanism.size)
-    return float(rules.start(mechanism.options, mechanism.state.U, sums)[0])
+    sums = rules.Sums(*[zero] * 9)._replace(x1=mechanism.reference_square, d=mechanism.size)
+    return float(rules.start(mechanism.options, mechanism.state, sums)[0])
 
 
 def assert_moved(opt: Optimizer, factor: float = 2.0) -> None:

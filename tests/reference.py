@@ -46,8 +46,11 @@ def run(
     xs, Ss = [x], [0.0]  # line 4: s_1 = 0
     for t in range(steps):
         g = gradient(x, t)  # line 6
-        factor = 1.0 if schedule is None else schedule(t)
-        u = base(g, x, memory, np.asarray(lr) * factor, **hyper)  # line 7
+        rate = np.asarray(lr, dtype=np.float64) * (1.0 if schedule is None else schedule(t))
+        u = base(g, x, memory, rate, **hyper)  # line 7
+        last = tuner.get("rate", np.zeros_like(rate))  # 0 where there has been none yet
+        grown = np.divide(rate, last, out=np.ones_like(rate), where=last > 0)
+        tuner.update(rise=max(1.0, grown.max()), rate=np.where(rate > 0, rate, last))
         s, q = update_scale(tuner, delta, g, x, u, **options)  # lines 10 to 16
         s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
         tuner["s"] = s
@@ -103,8 +106,9 @@ def algorithm1(
 
 
 def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
-    """The default rule: constants and lines as in the study that chose it, and two of ours: what
-    was learned is rebased when U more than triples, and M is of scales that were played."""
+    """The default rule: constants and lines as in the study that chose it, and three of ours: what
+    was learned is rebased when U more than triples, M is of scales that were played, and after ten
+    steps ‖u‖ is that of the update before, at the present lr, as far as it has made Δ grow."""
     rho, gamma, clip, shrink = 1e-4, 0.05, 3.0, 0.5
     beta = np.asarray(betas)
     n, zero = len(beta), np.zeros(len(beta))
@@ -112,7 +116,10 @@ def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
     M, S = state.get("M", 0.0), s.sum()
 
     X = max(np.linalg.norm(state["x1"]), 0.01 * math.sqrt(x.size))
-    U = max(state.get("U", 0.0), np.linalg.norm(u))
+    D, t = np.linalg.norm(delta), state.get("t", 0)
+    U = max(state.get("U", 0.0), state["rise"] * (D - state.get("D", 0.0)))
+    if t < 10:
+        U = max(U, np.linalg.norm(u))
     rebase = min(1.0, clip * state.get("U", 0.0) / U) if state.get("U", 0.0) > 0 else 1.0
     sigma = rho * X / U if U > 0 else 0.0
     h = delta @ g
@@ -128,7 +135,7 @@ def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
         s = s * (shrink * S / s.sum())
     largest = max(M, min(cap, s.sum()))
     q = min(1.0, (1 + gamma) * M / largest) if largest > 0 else 1.0
-    state.update(m=m, v=v, r=r, M=largest, U=U)
+    state.update(m=m, v=v, r=r, M=largest, U=U, D=q * D, t=t + 1)
     return s, q
 
 

@@ -158,7 +158,8 @@ def test_at_the_first_step(row):
         assert all(not value.any() for value in made)
         before["state"] = after["state"]
         for old, new in zip(before["param_groups"], after["param_groups"], strict=True):
-            for known in ("reference_square", "size"):  # of the parameters that have state
+            # of the parameters that have state, and of the last step that the host knows of
+            for known in ("reference_square", "size", "lrs"):
                 old["mechanic"][known] = new["mechanic"][known]
     assert_same(after, before)
 

@@ -32,9 +32,11 @@ def sums_of(h, *, gradient=1.0, update=1.0):
         dx=np.float64(0.3),
         gg=np.float64(gradient**2),
         xx=np.float64(4.0),
-        uu=np.float64(update**2),
         x1=np.float64(4.0),
         d=np.float64(10),
+        dd=np.float64(0.0),
+        rise=np.float64(1.0),
+        uu=np.float64(update**2),
     )
 
 

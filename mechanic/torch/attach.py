@@ -13,8 +13,8 @@ from weakref import ref
 from torch.optim import Optimizer
 
 from mechanic.options import PAPER_BETAS, Options, Preset
-from mechanic.torch import checkpoint, vectors
-from mechanic.torch.mechanism import Mechanism
+from mechanic.torch import checkpoint, sharding, vectors, zero
+from mechanic.torch.mechanism import NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
 from mechanic.torch.step import step
 
@@ -34,6 +34,7 @@ def mechanize(
     betas: Iterable[float] = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
+    process_group: Any = ...,
 ) -> O: ...
 @overload
 def mechanize(
@@ -45,6 +46,7 @@ def mechanize(
     betas: Iterable[float] = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
+    process_group: Any = ...,
 ) -> type[O]: ...
 def mechanize(
     optimizer: O | type[O],
@@ -55,6 +57,7 @@ def mechanize(
     betas: Iterable[float] = PAPER_BETAS,
     max_scale: float = float("inf"),
     skip_nonfinite: bool = True,
+    process_group: Any = None,
 ) -> O | type[O]:
     r"""Tune the learning rate of any optimizer while it trains.
 
@@ -73,6 +76,9 @@ def mechanize(
         betas: the discounts of the tuners.
         max_scale: a cap: the effective lr is at most this many times the lr that is typed.
         skip_nonfinite: skip a step whose gradients hold NaN or inf, as a whole.
+        process_group: the processes that the parameters are spread over, where each holds a part
+            of its own: FSDP1, pipeline stages. DTensors (FSDP2, tensor parallelism) and
+            ZeroRedundancyOptimizer bring theirs along, and DistributedDataParallel needs none.
 
     Returns:
         The same optimizer, tuned, or a subclass of the class.
@@ -109,12 +115,21 @@ def mechanize(
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         _refuse_twice(optimizer)
-        return mechanized_class(optimizer, options)
+        return mechanized_class(optimizer, options, process_group)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"mechanize takes a torch.optim.Optimizer or a class of them, got {optimizer!r}. "
             "Write mechanize(torch.optim.AdamW(model.parameters(), lr=1.0))."
         )
+    if zero.is_zero(optimizer):
+        zero.check(optimizer)
+        own: Any = optimizer
+        zero.carry(optimizer, _mechanize(own.optim, options, own.process_group)._mechanic)
+        return optimizer
+    return _mechanize(optimizer, options, process_group)
+
+
+def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     base = type(optimizer)
     _refuse_twice(base)
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
@@ -123,8 +138,9 @@ def mechanize(
             "one. Mechanize the inner optimizer before it is wrapped."
         )
     _refuse_replaced_step(optimizer)
+    sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     optimizer.__class__ = mechanized_class(base, options)
-    _attach(optimizer, options)
+    _attach(optimizer, options, process_group)
     return optimizer
 
 
@@ -133,6 +149,7 @@ class Mechanized(Optimizer):
 
     _base: type[Optimizer]
     _options: Options
+    _process_group: Any
     _mechanic: Mechanism
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,8 +175,10 @@ class Mechanized(Optimizer):
         return own | super().__getstate__()
 
 
-def _attach(optimizer: Optimizer, options: Options) -> None:
-    mechanism = Mechanism(options, vectors.home_of([], optimizer.param_groups))
+def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -> None:
+    home = vectors.home_of([], optimizer.param_groups) or sharding.device_of(process_group)
+    mechanism = Mechanism(options, home, process_group)
+    mechanism.find_ranks(optimizer)
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
     optimizer._patch_step_function()
@@ -209,20 +228,23 @@ class _Picklable(type):
 
 
 def _reduce(cls: Any) -> tuple[Callable[..., type], tuple[type, Options]]:
+    if cls._process_group is not None:
+        raise ValueError(NO_PICKLE)
     return mechanized_class, (cls._base, cls._options)
 
 
 copyreg.pickle(_Picklable, _reduce)  # type: ignore[arg-type]
 
 
-_classes: dict[tuple[type[Optimizer], Options], type[Any]] = {}
+_classes: dict[tuple[type[Optimizer], Options, Any], type[Any]] = {}
 
 
-def mechanized_class(base: type[O], options: Options) -> type[O]:
-    """The subclass of `base` whose instances are mechanized; one for each pair."""
-    if (base, options) not in _classes:
-        _classes[base, options] = _make_class(base, options)
-    return _classes[base, options]
+def mechanized_class(base: type[O], options: Options, process_group: Any = None) -> type[O]:
+    """The subclass of `base` whose instances are mechanized; one for each triple."""
+    key = (base, options, process_group)
+    if key not in _classes:
+        _classes[key] = _make_class(*key)
+    return _classes[key]
 
 
 def _make_mode(base_mode: Callable[[Optimizer], Any]) -> Callable[[Mechanized], Any]:
@@ -233,13 +255,13 @@ def _make_mode(base_mode: Callable[[Optimizer], Any]) -> Callable[[Mechanized], 
     return mechanized_mode
 
 
-def _make_class(base: type[O], options: Options) -> type[O]:
+def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
     base_step = unhooked(base.step)
 
     @functools.wraps(base.__init__)
     def init(self: Mechanized, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
-        _attach(self, options)
+        _attach(self, options, process_group)
 
     @functools.wraps(base_step)
     def mechanized_step(self: Mechanized, *args: Any, **kwargs: Any) -> Any:
@@ -256,6 +278,7 @@ def _make_class(base: type[O], options: Options) -> type[O]:
         "step": mechanized_step,
         "_base": base,
         "_options": options,
+        "_process_group": process_group,
     }
     if has_modes(base):
         body |= {mode: _make_mode(getattr(base, mode)) for mode in MODES}

@@ -16,15 +16,14 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import DISPLACEMENT, EFFECTIVE_LR, Mechanism
+from mechanic.torch.mechanism import COUNTERS, DISPLACEMENT, EFFECTIVE_LR, Mechanism
 
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
-_SCALARS = ("scale", "share", "signal", "reference_square")
+_SCALARS = ("scale", "share", "signal", "reference_square", "size")
 # Entries of torch's optimizers (and Lion's) that have their parameter's shape.
 _SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
-_COUNTERS = ("steps", "skipped", "skipped_in_a_row")
 
 
 def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
@@ -67,8 +66,8 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
 
     def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_groups(optimizer, state_dict)
-        saved.update(state_dict["param_groups"][0].get(TUNER, {}))
-        _check_tuner(mechanism, saved)
+        saved.update(tuner_in(state_dict["param_groups"]))
+        check_tuner(mechanism, saved)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         state = dict(state_dict["state"])
@@ -94,10 +93,7 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
             optimizer.state[param][DISPLACEMENT] = displacement.to(
                 device=param.device, dtype=vectors.displacement_dtype(param), copy=True
             )
-        if saved:
-            _load(mechanism, saved)
-        else:
-            mechanism.reset()
+        load_tuner(mechanism, saved)
         mechanism.publish_rates(optimizer)
         publish(optimizer, mechanism)
 
@@ -117,22 +113,32 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
         "preset": mechanism.options.preset,
         **{name: value.tolist() for name, value in mechanism.state._asdict().items()},
         **{name: getattr(mechanism, name).tolist() for name in _SCALARS},
-        "size": mechanism.size,
+        "lrs": [float(lr) for lr in mechanism.lrs],
         "frozen": mechanism.frozen,
-        **{name: getattr(mechanism, name).tolist() for name in _COUNTERS},
+        **{name: getattr(mechanism, name).tolist() for name in COUNTERS},
     }
 
 
-def _load(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tuner that a checkpoint's groups hold; nothing if it is a plain optimizer's."""
+    return groups[0].get(TUNER, {}) if groups else {}
+
+
+def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+    """Set the tuner to what was saved, or start it anew where nothing was."""
+
     def tensor(name: str, like: Tensor) -> Tensor:
         return torch.tensor(saved[name], dtype=like.dtype, device=like.device)
 
     mechanism.reset()
+    if not saved:
+        return
     state = mechanism.state
     mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
-    for name in (*_SCALARS, *_COUNTERS):
+    for name in (*_SCALARS, *COUNTERS):
         setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
-    mechanism.size, mechanism.frozen = saved["size"], saved["frozen"]
+    mechanism.lrs, mechanism.frozen = list(saved["lrs"]), saved["frozen"]
+    mechanism.resume_at(saved["updates"])
     mechanism.started = saved["steps"] > 0
     mechanism.skips_on_host = saved["skipped_in_a_row"]
 
@@ -147,10 +153,11 @@ def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         )
 
 
-def _check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
+    """Refuse a tuner that is not of the same kind."""
     if not saved:
         return
-    expected = {"preset", *tuner.State._fields, *_SCALARS, *_COUNTERS, "size", "frozen"}
+    expected = {"preset", *tuner.State._fields, *_SCALARS, *COUNTERS, "lrs", "frozen"}
     missing = sorted(expected - saved.keys())
     if missing:
         raise ValueError(

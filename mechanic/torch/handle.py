@@ -12,6 +12,7 @@ from mechanic.torch import checkpoint
 from mechanic.torch.attach import MECHANISM, Mechanized, rewrap_step
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
+from mechanic.torch.sharding import agree
 
 # Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "step_sizes")
@@ -25,8 +26,11 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
-    while not isinstance(optimizer, Mechanized) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # a trainer's wrapper, such as accelerate's
+    while not isinstance(optimizer, Mechanized):  # a trainer's wrapper, or ZeroRedundancyOptimizer
+        inner = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
+        if inner is None:
+            break
+        optimizer = inner
     if not isinstance(optimizer, Mechanized):
         raise ValueError(
             f"this {type(optimizer).__name__} is not mechanized, so it has no tuner. "
@@ -103,6 +107,18 @@ class Tuner:
     def unfreeze(self) -> None:
         """Go on tuning, from what was known when the scale was frozen."""
         self._mechanism.frozen = False
+
+    def agrees(self, process_group: Any = None) -> bool:
+        """Whether all processes of a group (all there are) have learned the same, bit for bit.
+
+        Every one of them has to ask. A step never does: under DistributedDataParallel the
+        gradients are the same everywhere, and so is all that follows from them.
+        """
+        mechanism = self._mechanism
+        own = torch.stack([mechanism.scale, mechanism.share, mechanism.reference_square])
+        return agree(
+            torch.cat([own, *(value.reshape(-1) for value in mechanism.state)]), process_group
+        )
 
     def suggest_lr(self) -> list[float]:
         """The learning rate to type for the plain optimizer, one a group.

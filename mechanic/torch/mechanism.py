@@ -1,7 +1,9 @@
 """What a mechanized optimizer carries beside its own state: the tuner's scalars, on the device."""
 
+import copy
 import ctypes
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.rates import Rate
+from mechanic.torch.sharding import Ranks, ranks_of
 
 DISPLACEMENT = "mechanic_displacement"
 """The key of a parameter's displacement in `optimizer.state[parameter]`."""
@@ -21,12 +24,27 @@ EFFECTIVE_LR = "effective_lr"
 PATIENCE = 10
 """Warn when so many steps in a row were skipped."""
 
+EXACT = 10
+"""The norm of the update itself is taken in so many steps, when what a base does is least like what
+it did the step before: a warm-up from 0, a first batch without a gradient."""
+
+
+COUNTERS = ("steps", "updates", "skipped", "skipped_in_a_row")
+
+NO_PICKLE = (
+    "an optimizer that was mechanized with process_group= cannot be pickled: a group does not "
+    "leave its process. Save optimizer.state_dict()."
+)
+
 
 class Mechanism:
     """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device."""
 
-    def __init__(self, options: Options, home: torch.device) -> None:
+    def __init__(self, options: Options, home: torch.device, process_group: Any = None) -> None:
         self.options = options
+        self.process_group = process_group
+        """The processes that the parameters are spread over, where that was said"""
+        self._ranks: Ranks | None = None
         self._start(home)
 
     def reset(self) -> None:
@@ -47,8 +65,13 @@ class Mechanism:
         """⟨Δ, g⟩ of the last step"""
         self.reference_square = zero
         """‖x‖² of the parameters when they were first seen"""
-        self.size = 0
+        self.size = zero
         """The number of elements behind `reference_square`"""
+        self.lrs: list[Any] = []
+        """The learning rate of each group when it last took part"""
+        self.updates = torch.zeros((), dtype=torch.int64, device=home)
+        """How many steps the tuner has learned from"""
+        self._sure = self._unsure = 0
         self.steps = torch.zeros((), dtype=torch.int64, device=home)
         self.skipped = torch.zeros((), dtype=torch.int64, device=home)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=home)
@@ -68,11 +91,35 @@ class Mechanism:
             return
         dtype = vectors.scalar_dtype(home)
         self.state = tuner.State(*(value.to(home, dtype) for value in self.state))
-        for name in ("scale", "share", "signal", "reference_square"):
+        for name in ("scale", "share", "signal", "reference_square", "size"):
             setattr(self, name, getattr(self, name).to(home, dtype))
-        for name in ("steps", "skipped", "skipped_in_a_row"):
+        for name in COUNTERS:
             setattr(self, name, getattr(self, name).to(home))
         self._seen = None
+
+    def find_ranks(self, optimizer: Optimizer) -> Ranks | None:
+        """The processes that share the optimizer's parameters, if any do."""
+        self._ranks = ranks_of(optimizer, self.process_group, self._ranks)
+        return self._ranks
+
+    @property
+    def counted(self) -> frozenset[Tensor] | None:
+        """The parameters whose local part counts here; None where none are shared."""
+        return None if self._ranks is None else self._ranks.counted
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mechanism":
+        # A process group is what it is; a copy works in the same one.
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            shared = name in ("process_group", "_ranks")
+            setattr(copied, name, value if shared else copy.deepcopy(value, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise ValueError(NO_PICKLE)
+        return {**vars(self), "_ranks": None, "_seen": None}
 
     def start_at(self, rates: list[Rate], finite: Tensor | bool) -> None:
         """Before the first update, choose the unit that displacements are stored in: that of the
@@ -85,6 +132,23 @@ class Mechanism:
         self.share = torch.where(first, unit, self.share)
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the norm of the update itself may be needed, as far as the host knows."""
+        return self._sure < EXACT and self._unsure < 2 * EXACT
+
+    def learn(self, takes_part: Tensor | bool) -> None:
+        """Count a step that the tuner learns from; whether it does, the device may decide."""
+        self.updates = self.updates + takes_part
+        if isinstance(takes_part, Tensor):
+            self._unsure += self.is_starting
+        else:
+            self._sure += takes_part and self.is_starting
+
+    def resume_at(self, updates: int) -> None:
+        """Go on after so many updates."""
+        self._sure, self._unsure = min(updates, EXACT), 0
 
     def count(self, finite: Tensor | bool) -> None:
         """Count a step as done or skipped, and warn, once, when many are skipped in a row."""

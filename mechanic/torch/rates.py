@@ -67,6 +67,28 @@ def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
     return Rate(live, base_lr if live else lr, lr / base_lr)
 
 
+def typed_rates(optimizer: Optimizer, before: list[Any]) -> list[Any]:
+    """The learning rate of each group, and where it is 0 the one `before`."""
+    before = before + [0.0] * (len(optimizer.param_groups) - len(before))
+    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return [
+        torch.where(lr == 0, last, lr).reshape(()) if isinstance(lr, Tensor) else lr or last
+        for lr, last in zip(lrs, before, strict=True)
+    ]
+
+
+def rise(lrs: list[Any], before: list[Any]) -> Any:
+    """How many times the learning rate of a group has grown, of that with the most; at least 1."""
+    most: Any = 1.0
+    for lr, last in zip(lrs, before, strict=False):  # groups may have been added
+        if any(isinstance(value, Tensor) for value in (lr, last, most)):
+            ratio = torch.as_tensor(lr) / last
+            most = torch.clamp(torch.nan_to_num(ratio, nan=1.0, posinf=1.0), min=most)
+        elif last:
+            most = max(most, lr / last)
+    return most
+
+
 @contextmanager
 def at_base_rates(optimizer: Optimizer, rates: list[Rate]) -> Iterator[None]:
     """The groups at the learning rates that the base is run at; the typed ones come back after."""

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,17 @@ from torch.optim import LBFGS, Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
 from mechanic.torch.modes import has_modes, own_view
-from mechanic.torch.rates import Rate, at_base_rates, is_proportional, rate_of
+from mechanic.torch.rates import (
+    Rate,
+    at_base_rates,
+    is_proportional,
+    rate_of,
+    rise,
+    typed_rates,
+)
+from mechanic.torch.sharding import Ranks, begin_sums
 from mechanic.torch.vectors import Batch, Coefficients
 
 
@@ -30,24 +39,25 @@ def step(
     """
     loss, args, kwargs = _evaluate(optimizer, mechanism, args, kwargs)
     recorded = bool(optimizer.defaults.get("differentiable"))
+    ranks = mechanism.find_ranks(optimizer)
     with torch.set_grad_enabled(recorded):
-        batches = _gather(optimizer)
-    if not batches:
+        batches = _gather(optimizer, ranks)
+    if not batches and ranks is None:
         return base_step(optimizer, *args, **kwargs)
-    home = vectors.home_of([batch.device for batch in batches], optimizer.param_groups)
-    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "
-            "Capture the model's forward and backward pass, and call optimizer.step() outside."
-        )
-    mechanism.to(home)
+    _follow(optimizer, mechanism, batches)
     rule = tuner.RULES[mechanism.options.preset]
     proportional = is_proportional(base_step) and not rule.decays_after_base
     rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
+    lrs = typed_rates(optimizer, mechanism.lrs)
 
     with torch.no_grad():
-        sums = _measure(optimizer, mechanism, batches, rates)
-        finite = _is_finite(optimizer, mechanism, sums)
+        parts = _measure(optimizer, mechanism, batches, rates, rise(lrs, mechanism.lrs))
+        finish = begin_sums(ranks, parts)
+    with torch.set_grad_enabled(recorded):
+        before = [[param.clone() for param in batch.params] for batch in batches]
+    with torch.no_grad():
+        parts = _Parts(*finish())
+        finite = _is_finite(optimizer, mechanism, parts)
         skips = _skips_by_itself(optimizer, base_step)
         if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
             finite = bool(finite)  # the one host synchronisation, where the base needs it
@@ -55,8 +65,6 @@ def step(
                 mechanism.count(finite)
                 return loss
         mechanism.start_at([rates[batch.group] for batch in batches], finite)
-    with torch.set_grad_enabled(recorded):
-        before = [[param.clone() for param in batch.params] for batch in batches]
 
     skipping = (
         _skipping(optimizer, batches, finite)
@@ -89,11 +97,12 @@ def step(
         _forget_curvature(optimizer)
     with torch.no_grad():
         _put_back(idle, at_rest)
-        _admit(optimizer, mechanism, batches, sums)
-        if rule.decays_after_base:
-            sums = _measure_decay(mechanism, batches, sums)
-        sums = _measure_proposals(mechanism, batches, origin, rates, sums, recorded=recorded)
-        grow, gain = _tune(mechanism, sums, _takes_part(finite, batches, rates))
+        sums = _admit(optimizer, mechanism, batches, parts)
+        late = _propose(mechanism, batches, origin, rates, recorded=recorded)
+        if late:
+            names, values = late.keys(), begin_sums(ranks, tuple(late.values()))()
+            sums = sums._replace(**dict(zip(names, values, strict=True)))
+        grow, gain = _tune(mechanism, sums, _takes_part(mechanism, parts, finite))
     with torch.set_grad_enabled(recorded):
         for batch, points, base_points in zip(batches, before, origin, strict=True):
             rate = rates[batch.group]
@@ -107,6 +116,7 @@ def step(
                     optimizer.state[owner][DISPLACEMENT] = displacement
             else:
                 vectors.apply(batch, points, base_points, by, mechanism.steps)
+    mechanism.lrs = lrs
     mechanism.count(finite)
     mechanism.publish_rates(optimizer)
     return result
@@ -173,7 +183,7 @@ def _put_back(params: list[Tensor], points: list[Tensor]) -> None:
         param.copy_(point)
 
 
-def _gather(optimizer: Optimizer) -> list[Batch]:
+def _gather(optimizer: Optimizer, ranks: Ranks | None) -> list[Batch]:
     """The parameters that have a gradient, in batches. New ones get a displacement of zero, which
     `_admit` makes part of the optimizer's state when the base has made its own."""
 
@@ -182,93 +192,182 @@ def _gather(optimizer: Optimizer) -> list[Batch]:
         return vectors.new_displacement(param) if stored is None else stored
 
     return vectors.batches(
-        (index, param, param.grad, displacement(param))
-        for index, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-        if param.grad is not None
+        (
+            (index, param, param.grad, displacement(param))
+            for index, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+            if param.grad is not None
+        ),
+        counted=None if ranks is None else ranks.counted,
     )
 
 
+def _follow(optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]) -> None:
+    """Take the tuner to where the parameters are."""
+    home = vectors.home_of([batch.device for batch in batches], optimizer.param_groups)
+    if home is None:  # this process holds none
+        return
+    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "
+            "Capture the model's forward and backward pass, and call optimizer.step() outside."
+        )
+    mechanism.to(home)
+
+
+class _Parts(NamedTuple):
+    """This process's part of the sums that are taken before the base's step, and then the sums.
+    A process that shares no parameters has the sums at once."""
+
+    dg: Tensor
+    dx: Tensor | float
+    gg: Tensor | float
+    xx: Tensor | float
+    dd: Tensor | float
+    x1: Tensor | float
+    """‖x‖² of the parameters that are seen for the first time"""
+    d: int | Tensor
+    """Their number"""
+    live: Tensor | bool
+    """Whether there is a gradient in a group whose lr is not 0"""
+    found_inf: Tensor | float
+    """GradScaler's word for it, which a fused base honours whatever the options"""
+    rise: Tensor | float
+    processes: int | Tensor
+
+
 def _measure(
-    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch], rates: list[Rate]
-) -> tuner.Sums:
-    """The sums that can be taken before the base's step."""
-    home, dg = mechanism.scale.device, []
+    optimizer: Optimizer,
+    mechanism: Mechanism,
+    batches: list[Batch],
+    rates: list[Rate],
+    rise: Tensor | float,
+) -> _Parts:
+    """Everything that the base's step need not be waited for."""
+    options, home = mechanism.options, mechanism.scale.device
+    dg: list[Tensor] = []
+    live: Tensor | bool = False
     for batch in batches:
-        live = rates[batch.group].live
+        is_live = rates[batch.group].live
         terms = vectors.inner(batch.displacements, batch.grads)
-        if live is not True:  # no part in h, but a NaN in it must still show
-            terms = [term * live for term in terms]
+        if is_live is not True or not batch.counts:
+            # no part in h, but a NaN in it must still show
+            terms = [term * is_live * batch.counts for term in terms]
         if optimizer.param_groups[batch.group].get("maximize"):
             terms = [-term for term in terms]
         dg += terms
-    x1, d = _reference(optimizer, mechanism, batches)
-    sums = tuner.Sums(vectors.total(dg, home) * mechanism.share, 0.0, 0.0, 0.0, 0.0, x1, d)
-    if mechanism.options.s_decay:
-        gg = [q for batch in batches for q in vectors.squares(batch.grads, batch.dtype)]
-        sums = _measure_decay(mechanism, batches, sums._replace(gg=vectors.total(gg, home)))
-    grad_scale = getattr(optimizer, "grad_scale", None)
-    if grad_scale is not None:  # a fused base unscales the gradients itself
-        unscale = 1 / grad_scale.to(sums.dg).reshape(())
-        sums = sums._replace(dg=sums.dg * unscale, gg=sums.gg * unscale**2)
-    return sums
+        if batch.device.type != "meta":
+            live = live | (is_live.to(home) if isinstance(is_live, Tensor) else is_live)
+    grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
+    unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
+    gg: Tensor | float = 0.0
+    dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
+    if options.s_decay:
+        squares = [vectors.squares(b.grads, b.dtype) for b in batches if b.counts]
+        gg = vectors.total(chain.from_iterable(squares), home) * unscale**2
+    x1, d = _new_reference(optimizer, mechanism, batches)
+    return _Parts(
+        dg=vectors.total(dg, home) * mechanism.share * unscale,
+        dx=dx,
+        gg=gg,
+        xx=xx,
+        dd=_displacement_square(optimizer, mechanism, batches),
+        x1=x1,
+        d=d,
+        live=live,
+        found_inf=getattr(optimizer, "found_inf", 0.0),
+        rise=rise,
+        processes=1,
+    )
 
 
-def _measure_decay(mechanism: Mechanism, batches: list[Batch], sums: tuner.Sums) -> tuner.Sums:
-    home = mechanism.scale.device
-    dx = [q for batch in batches for q in vectors.inner(batch.displacements, batch.params)]
-    xx = [q for batch in batches for q in vectors.squares(batch.params, batch.dtype)]
-    return sums._replace(dx=vectors.total(dx, home) * mechanism.share, xx=vectors.total(xx, home))
+def _decay_sums(mechanism: Mechanism, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """⟨Δ, x⟩ and ‖x‖²."""
+    home, counted = mechanism.scale.device, [batch for batch in batches if batch.counts]
+    dx = [q for batch in counted for q in vectors.inner(batch.displacements, batch.params)]
+    xx = [q for batch in counted for q in vectors.squares(batch.params, batch.dtype)]
+    return vectors.total(dx, home) * mechanism.share, vectors.total(xx, home)
 
 
-def _measure_proposals(
+def _displacement_square(
+    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
+) -> Tensor | float:
+    """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
+    if mechanism.options.s_init != "relative":
+        return 0.0
+    stored = [
+        (index, param, None, optimizer.state[param][DISPLACEMENT])
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if param.grad is None and DISPLACEMENT in optimizer.state.get(param, {})
+    ]
+    idle = vectors.batches(stored, counted=mechanism.counted)
+    squares = [
+        q
+        for batch in (*batches, *idle)
+        if batch.counts
+        for q in vectors.squares(batch.displacements, batch.dtype)
+    ]
+    return vectors.total(squares, mechanism.scale.device) * mechanism.share**2
+
+
+def _propose(
     mechanism: Mechanism,
     batches: list[Batch],
     origin: list[list[Tensor]],
     rates: list[Rate],
-    sums: tuner.Sums,
     *,
     recorded: bool,
-) -> tuner.Sums:
-    """‖u‖², each group's proposals in its own unit."""
-    home, parts = mechanism.scale.device, []
+) -> dict[str, Tensor]:
+    """Leave what the base proposes in the parameters; gives the sums that had to wait for it."""
+    options, home = mechanism.options, mechanism.scale.device
+    late: dict[str, Tensor] = {}
+    if tuner.RULES[options.preset].decays_after_base:
+        late["dx"], late["xx"] = _decay_sums(mechanism, batches)
+    is_exact = options.s_init == "relative" and mechanism.is_starting
+    uu = torch.zeros_like(mechanism.scale)
     for batch, points in zip(batches, origin, strict=True):
         rate = rates[batch.group]
+        if not recorded:
+            vectors.propose(batch, points)
+        if not is_exact or not batch.counts or rate.live is False:
+            continue
         if recorded:
             squares = vectors.squares(list(torch._foreach_sub(batch.params, points)), batch.dtype)
         else:
-            squares = vectors.propose(batch, points)
-        if rate.live is not False:
-            unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
-            parts.append(vectors.total(squares, home) * unit**2)
-    return sums._replace(uu=sum(parts[1:], parts[0]) if parts else torch.zeros_like(sums.dg))
+            squares = vectors.proposal_squares(batch, points)
+        unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
+        uu = uu + vectors.total(squares, home) * unit**2
+    if is_exact:
+        late["uu"] = torch.where(mechanism.updates < EXACT, uu, 0.0)
+    return late
 
 
-def _reference(
+def _new_reference(
     optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
-) -> tuple[Tensor, int]:
-    """‖x_1‖² and its size, with the parameters that are seen for the first time."""
-    x1, d = mechanism.reference_square, mechanism.size
+) -> tuple[Tensor | float, int]:
+    """‖x‖² of the parameters that are seen for the first time, and their number."""
+    x1: Tensor | float = 0.0
+    d = 0
     for batch in batches:
         new = [
             param
             for owner, param in zip(batch.owners, batch.params, strict=True)
-            if DISPLACEMENT not in optimizer.state.get(owner, {})
+            if batch.counts and DISPLACEMENT not in optimizer.state.get(owner, {})
         ]
         if new:
-            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), x1.device)
+            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), mechanism.scale.device)
             d += sum(param.numel() for param in new)
     return x1, d
 
 
-def _is_finite(optimizer: Optimizer, mechanism: Mechanism, sums: tuner.Sums) -> Tensor | bool:
+def _is_finite(optimizer: Optimizer, mechanism: Mechanism, parts: _Parts) -> Tensor | bool:
     """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0."""
     finite: Tensor | bool = True
     if mechanism.options.skip_nonfinite:
-        finite = torch.isfinite(sums.dg)
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None:  # GradScaler's, which a fused base honours whatever the option
-        finite = finite & (found_inf.to(sums.dg.device).reshape(()) == 0)
+        finite = torch.isfinite(parts.dg)
+    if isinstance(parts.found_inf, Tensor) and hasattr(optimizer, "found_inf"):
+        finite = finite & (parts.found_inf.to(parts.dg.device).reshape(()) == 0)
     return finite
 
 
@@ -307,24 +406,35 @@ def _skipping(optimizer: Optimizer, batches: list[Batch], finite: Tensor) -> Ite
 
 
 def _admit(
-    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch], sums: tuner.Sums
-) -> None:
-    """Take up new parameters, now that the base has made its own state for them."""
-    mechanism.reference_square, mechanism.size = sums.x1, sums.d
+    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch], parts: _Parts
+) -> tuner.Sums:
+    """Take up new parameters, now that the base has made its own state for them. Returns the sums
+    that the tuner reads, but for those that are taken late."""
+    mechanism.reference_square = mechanism.reference_square + parts.x1
+    mechanism.size = mechanism.size + parts.d
     for batch in batches:
-        for owner, displacement in zip(batch.owners, batch.displacements, strict=True):
+        for owner, displacement in zip(batch.owners, batch.stored, strict=True):
             optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
+    return tuner.Sums(
+        dg=parts.dg,
+        dx=parts.dx,
+        gg=parts.gg,
+        xx=parts.xx,
+        x1=mechanism.reference_square,
+        d=mechanism.size,
+        dd=parts.dd + torch.zeros_like(parts.dg),
+        rise=parts.rise / parts.processes,
+        uu=torch.zeros_like(parts.dg),
+    )
 
 
-def _takes_part(finite: Tensor | bool, batches: list[Batch], rates: list[Rate]) -> Tensor | bool:
+def _takes_part(mechanism: Mechanism, parts: _Parts, finite: Tensor | bool) -> Tensor | bool:
     """Whether the tuner learns from this step: the gradients are finite, and some lr is not 0."""
-    live: Tensor | bool = False
-    for batch in batches:
-        if batch.device.type != "meta":
-            live = live | rates[batch.group].live
-    if isinstance(live, Tensor) and isinstance(finite, Tensor):
-        live = live.to(finite.device)
-    return live & finite
+    if mechanism.counted is None:
+        return parts.live & finite
+    takes_part = (parts.live > 0) & finite
+    # While sums are taken late, all processes have to know for how long.
+    return bool(takes_part) if mechanism.is_starting else takes_part
 
 
 def _tune(
@@ -338,10 +448,14 @@ def _tune(
     elif isinstance(takes_part, Tensor):
         takes_part = takes_part.to(share.device)
         mechanism.signal = torch.where(takes_part, sums.dg, mechanism.signal)
-    if takes_part is not False and not mechanism.frozen:
-        state, keep = tuner.update(mechanism.options, mechanism.state, sums)
-        # keep is 0 only where there is no displacement yet to forget
-        kept = torch.where(keep > 0, keep * share, share)
+    if takes_part is not False:
+        mechanism.learn(takes_part)
+        if mechanism.frozen:
+            state, kept = mechanism.state._replace(D=sums.dd.sqrt()), share
+        else:
+            state, keep = tuner.update(mechanism.options, mechanism.state, sums)
+            # keep is 0 only where there is no displacement yet to forget
+            kept = torch.where(keep > 0, keep * share, share)
         if isinstance(takes_part, Tensor):
             pairs = zip(state, mechanism.state, strict=True)
             state = tuner.State(*(torch.where(takes_part, new, old) for new, old in pairs))

@@ -9,11 +9,13 @@ part of Δ changes a number instead of passing over the parameters.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mechanic.torch.sharding import local
 
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).
@@ -24,14 +26,19 @@ _PIECE = 1 << 15
 
 
 class Batch(NamedTuple):
-    """Parameters with gradients, of one group, device and dtype; all tensors are real."""
+    """Parameters with gradients, of one group, device and dtype; all tensors are real, and the
+    local parts of what is sharded."""
 
     group: int
     owners: list[Tensor]
     """The parameters themselves, which key the optimizer's state"""
     params: list[Tensor]
     grads: list[Tensor]
+    stored: list[Tensor]
+    """The displacements as the optimizer's state holds them, sharded like the parameters"""
     displacements: list[Tensor]
+    counts: bool = True
+    """Whether its part of the sums counts here, or on another process that holds the same"""
 
     @property
     def device(self) -> torch.device:
@@ -69,11 +76,6 @@ def real(tensor: Tensor) -> Tensor:
 
 def new_displacement(param: Tensor) -> Tensor:
     """A displacement of zero."""
-    if hasattr(param, "device_mesh"):
-        raise ValueError(
-            "a parameter is a DTensor (FSDP2 or tensor parallelism), whose sums run over many "
-            "processes; mechanize does not support them yet. Use DistributedDataParallel."
-        )
     return torch.zeros_like(real(param.detach()), dtype=displacement_dtype(param))
 
 
@@ -131,33 +133,38 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def home_of(devices: list[torch.device], groups: list[dict[str, Any]]) -> torch.device:
+def home_of(devices: list[torch.device], groups: list[dict[str, Any]]) -> torch.device | None:
     """Where the tuner's scalars live: with the parameters of this step, on an accelerator if one
-    holds any; where none of them has memory, with the optimizer's others."""
+    holds any; where none of them has memory, with the optimizer's others, if there are any."""
     found = list(dict.fromkeys(devices))
     if all(device.type == "meta" for device in found):
         found = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
     for kind in ("meta", "cpu"):
         found = [device for device in found if device.type != kind] or found
-    return found[0]
+    return found[0] if found else None
 
 
 def batches(
     entries: Iterable[tuple[int, Tensor, Tensor | None, Tensor]],
+    counted: Container[Tensor] | None = None,
 ) -> list[Batch]:
-    """Batches of parameters, given by their group, gradient and displacement."""
-    made: dict[tuple[int, torch.device, torch.dtype], Batch] = {}
+    """Batches of parameters, given by their group, gradient and displacement. Where some are
+    sharded, `counted` are those whose local part counts here."""
+    made: dict[tuple[int, torch.device, torch.dtype, bool], Batch] = {}
     for group, param, grad, displacement in entries:
-        key = (group, param.device, param.dtype)
+        counts = counted is None or param in counted
+        key = (group, param.device, param.dtype, counts)
         if key not in made:
-            made[key] = Batch(group, [], [], [], [])
+            made[key] = Batch(group, [], [], [], [], [], counts)
         batch = made[key]
         batch.owners.append(param)
         # A conjugate view is worked on as what it is a view of.
-        batch.params.append(real(param.conj() if param.is_conj() else param))
-        batch.displacements.append(displacement)
+        batch.params.append(real(local(param.conj() if param.is_conj() else param)))
+        batch.stored.append(displacement)
+        batch.displacements.append(local(displacement))
         if grad is not None:
-            batch.grads.append(real(grad.conj() if param.is_conj() else grad))
+            grad = grad.conj() if param.is_conj() else grad
+            batch.grads.append(real(local(grad, like=param)))
     return list(made.values())
 
 
@@ -170,18 +177,23 @@ def shift(batch: Batch, by: Tensor) -> None:
         torch._foreach_addcmul_(batch.params, batch.displacements, [by] * len(batch.params))
 
 
-def propose(batch: Batch, origin: list[Tensor]) -> list[Tensor]:
-    """The square of what the base added to each parameter, which it found at `origin`. That
-    proposal is left in the parameter, where it can hold it."""
-    if batch.is_narrow:
-        added = (
-            param.to(batch.dtype) - x
-            for pair in zip(batch.params, origin, strict=True)
-            for _, (param, x) in _pieces(*pair)
-        )
-        return [q for proposal in added for q in squares([proposal], batch.dtype)]
-    torch._foreach_sub_(batch.params, origin)
-    return squares(batch.params, batch.dtype)
+def propose(batch: Batch, origin: list[Tensor]) -> None:
+    """Leave in each parameter what the base has added to it, which it found at `origin`; not in a
+    narrow one, which could not hold it."""
+    if not batch.is_narrow:
+        torch._foreach_sub_(batch.params, origin)
+
+
+def proposal_squares(batch: Batch, origin: list[Tensor]) -> list[Tensor]:
+    """‖p‖² of what `propose` found, for each parameter or in pieces."""
+    if not batch.is_narrow:
+        return squares(batch.params, batch.dtype)
+    added = (
+        param.to(batch.dtype) - x
+        for pair in zip(batch.params, origin, strict=True)
+        for _, (param, x) in _pieces(*pair)
+    )
+    return [q for proposal in added for q in squares([proposal], batch.dtype)]
 
 
 def apply(

@@ -1,0 +1,149 @@
+"""Parameters that are spread over processes: which part is here, and how sums are completed.
+
+The one place that knows of DTensor and of process groups. Everything else works on the local part
+of each tensor; a sum over the parameters is this process's part of it, completed by one
+all-reduce. An element that several processes hold counts on one of them alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.optim import LBFGS, Optimizer
+
+
+class Ranks(NamedTuple):
+    """The processes that share the parameters of an optimizer."""
+
+    group: Any
+    """The process group that sums are completed over"""
+    params: tuple[Tensor, ...]
+    """The parameters that this was made for"""
+    counted: frozenset[Tensor]
+    """Those of them whose local part counts here: it is no other process's over again"""
+
+
+def begin_sums(ranks: Ranks | None, parts: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    """Begin to add up numbers over processes, in one message; what is returned waits for the sums
+    and gives them. The first number is a tensor, and the others may be."""
+    if ranks is None:
+        return lambda: parts
+    like: Tensor = parts[0]
+    sums = torch.stack(
+        [
+            part.to(like).reshape(()) if isinstance(part, Tensor) else like.new_full((), part)
+            for part in parts
+        ]
+    )
+    work = dist.all_reduce(sums, group=ranks.group, async_op=True)
+
+    def finish() -> Sequence[Tensor]:
+        if work is not None:  # under the fake backend of tests and tracers there is none
+            work.wait()
+        return sums.unbind()
+
+    return finish
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The part of a tensor that is here, in memory shared with it, placed `like` another."""
+    if not is_spread(tensor):
+        return tensor
+    if like is not None and tensor.placements != like.placements:  # type: ignore[attr-defined]
+        tensor = tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ranks | None:
+    """The processes that share an optimizer's parameters: those of the given group, or else of
+    the meshes of its DTensors; None where there are none. `known` is what was found before.
+
+    Raises:
+        ValueError: for parameters that are spread in a way that needs the group to be given.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    params = tuple(param for one in optimizer.param_groups for param in one["params"])
+    if known is not None and list(map(id, known.params)) == list(map(id, params)):
+        return known
+    meshes = list({id(p.device_mesh): p.device_mesh for p in params if is_spread(p)}.values())
+    if group is None and not meshes:
+        _refuse_flat(params)
+        return None
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS takes sums of its own, over this process's part of the parameters alone. "
+            "Use another optimizer where parameters are sharded."
+        )
+    own = sorted({rank for mesh in meshes for rank in _ranks_in(mesh)}) or [dist.get_rank()]
+    if group is None:
+        group = _group_of(tuple(own), meshes)
+    elif outside := set(own) - set(dist.get_process_group_ranks(group)):
+        raise ValueError(
+            f"process_group leaves out ranks {sorted(outside)}, which hold parts of the "
+            "parameters. Give one with all ranks that do, or none for DTensors alone."
+        )
+    return Ranks(group, params, frozenset(p for p in params if _counts(p, own[0])))
+
+
+def _counts(param: Tensor, first: int) -> bool:
+    """Whether the local part of a parameter counts. Beside DTensors a plain tensor is the same
+    on all their ranks and counts on the `first`, and so is a DTensor on a part of their mesh."""
+    if not is_spread(param):
+        return dist.get_rank() == first
+    mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+    places = zip(mesh.get_coordinate(), param.placements, strict=True)  # type: ignore[attr-defined]
+    repeated = any(index > 0 for index, placement in places if placement.is_replicate())
+    return not repeated and first in _ranks_in(mesh)
+
+
+def device_of(group: Any) -> torch.device:
+    """Where the scalars of a process that has no parameters live."""
+    if group is not None and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def agree(values: Tensor, group: Any) -> bool:
+    """Whether all processes of a group hold the same values, bit for bit."""
+    bits = values.view(torch.int64) if values.dtype == torch.float64 else values.view(torch.int32)
+    extremes = torch.stack([bits, ~bits])  # the complement turns a minimum into a maximum
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return bool((extremes[0] == ~extremes[1]).all())
+
+
+def _refuse_flat(params: Iterable[Tensor]) -> None:
+    if any(getattr(param, "_fsdp_flattened", False) for param in params):
+        raise ValueError(
+            "these parameters belong to FullyShardedDataParallel, and each process would learn a "
+            "scale of its own. Give its group, mechanize(optimizer, "
+            "process_group=model.process_group), or use fully_shard (FSDP2), which needs none."
+        )
+
+
+def _ranks_in(mesh: Any) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def _group_of(ranks: tuple[int, ...], meshes: list[Any]) -> Any:
+    """A process group of just these ranks: one that there is, or a new one, made once."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    for mesh in meshes:
+        if mesh.ndim == 1 and mesh.size() == len(ranks):
+            return mesh.get_group()
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
