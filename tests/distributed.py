@@ -72,6 +72,8 @@ class Pool:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._processes:
+            self._folder.cleanup()
         self._processes = []
 
 

@@ -115,10 +115,8 @@ class Tuner:
         gradients are the same everywhere, and so is all that follows from them.
         """
         mechanism = self._mechanism
-        own = torch.stack([mechanism.scale, mechanism.share, mechanism.reference_square])
-        return agree(
-            torch.cat([own, *(value.reshape(-1) for value in mechanism.state)]), process_group
-        )
+        learned = torch.cat([value.reshape(-1) for value in (mechanism.scale, *mechanism.state)])
+        return agree(learned, process_group)
 
     def suggest_lr(self) -> list[float]:
         """The learning rate to type for the plain optimizer, one a group.

@@ -58,13 +58,13 @@ def step(
     with torch.no_grad():
         parts = _Parts(*finish())
         finite = _is_finite(optimizer, mechanism, parts)
-        skips = _skips_by_itself(optimizer, base_step)
+        skips = bool(batches) and _skips_by_itself(optimizer, base_step)
         if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
             finite = bool(finite)  # the one host synchronisation, where the base needs it
             if not finite:
                 mechanism.count(finite)
                 return loss
-        mechanism.start_at([rates[batch.group] for batch in batches], finite)
+        mechanism.start_at(rates, finite)
 
     skipping = (
         _skipping(optimizer, batches, finite)
