@@ -1,42 +1,102 @@
-"""The command line: `mechanic bench`, `mechanic report`."""
+"""The command line: `mechanic run`, `plot`, `bench` and `report`."""
 
 import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mechanic
+from mechanic.run.request import add_arguments, check, check_drawing, split
 
 STORAGE = "sqlite:///mechanic-bench.db"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, and hand over to the command."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    target: list[str] = []
+    if given[:1] == ["run"]:  # what follows the script's name is the script's
+        own, target = split(given[1:])
+        given = ["run", *own]
     parser = _parser()
-    options = parser.parse_args(arguments)
-    needed = ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly")
-    if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
-        fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
-        parser.exit(2, f"mechanic {options.command} needs {', '.join(absent)}: {fix}\n")
+    options, unknown = parser.parse_known_args(given)
+    options.target = target
     try:
+        if unknown:
+            raise ValueError(f"there is no {unknown[0]}; see mechanic {options.command} --help")
+        _check_packages(options)
         return int(options.run(options))
     except ValueError as error:  # what the user gave was wrong, and the message says how
         parser.exit(2, f"mechanic {options.command}: {error}\n")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _check_packages(options: argparse.Namespace) -> None:
+    needed = {
+        "run": (),  # says itself, by what it is asked for
+        "plot": ("matplotlib",),
+    }.get(options.command, ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly"))
+    if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
+        extras = "run" if options.command == "plot" else "torch,bench"
+        fix = f'pip install ".[{extras}]" in a checkout of Mechanic'
+        raise ValueError(f"needs {', '.join(absent)}: {fix}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mechanic",
-        description="A learning-rate tuner that wraps any optimizer: what it is worth, measured.",
-        epilog="examples: mechanic bench convex; mechanic bench --list; mechanic report",
+        description="A learning-rate tuner that wraps any optimizer.",
+        epilog="examples: mechanic run train.py --epochs 3; mechanic bench convex",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mechanic {mechanic.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="tune a training script that nobody edits"))
+    _add_plot(commands.add_parser("plot", help="draw what run has logged"))
     _add_bench(commands.add_parser("bench", help="sweeps, Mechanic and its peers on real tasks"))
     _add_report(commands.add_parser("report", help="tables and figures of what bench has run"))
     return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run)
+    add_arguments(parser)
+
+
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_plot)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="what --log made")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("mechanic-run.png"),
+        metavar="FILE",
+        help="where to draw it: png, svg or pdf (mechanic-run.png)",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from mechanic.run import supervise
+
+    return supervise.main(check(options, options.target))
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from mechanic.run import plot
+
+    check_drawing(options.output, "-o")
+    plot.draw(plot.load_all(options.folders), options.output)
+    print(options.output)
+    return 0
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,82 @@
+"""Run by every Python that `mechanic run` starts, before anything else: waits for torch.
+
+This folder stands first on PYTHONPATH, where `site` looks for this name. Nothing is imported here
+that the script might not want; what follows happens when it has imported torch's optimizers.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+TYPE_CHECKING = False  # typing's own would have to be imported
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+
+# The modules waited for, and what of mechanic.run.adopt is called with each.
+_WAITED_FOR = {"torch.optim.optimizer": "watch_torch", "mechanic.torch.attach": "watch_mechanize"}
+
+
+class _Finder:
+    """Finds what the others find, with a loader that tells when it has loaded."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _WAITED_FOR:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec: Any = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader)
+                    return spec
+        return None
+
+
+class _Loader:
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _tell(module)
+
+
+def _tell(module: ModuleType) -> None:
+    try:
+        try:
+            from mechanic.run import adopt
+        except ModuleNotFoundError:  # Mechanic was run from a checkout and is not installed
+            sys.path.append(_ROOT)
+            try:
+                from mechanic.run import adopt
+            finally:
+                sys.path.remove(_ROOT)
+        getattr(adopt, _WAITED_FOR[module.__name__])(module)
+    except Exception as error:  # the script must run, tuned or not
+        sys.stderr.write(f"mechanic run: nothing is tuned in this process: {error!r}\n")
+
+
+def _run_next() -> None:
+    """Run the sitecustomize that this one stands in front of, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if "MECHANIC_RUN" in os.environ:
+    sys.meta_path.insert(0, _Finder())
+_run_next()

@@ -1,0 +1,177 @@
+"""The supervisor: starts the script, passes signals on, watches it, and ends as it ended."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mechanic
+from mechanic.run.log import Log
+from mechanic.run.request import Request
+from mechanic.run.screen import Screen
+from mechanic.run.settings import VARIABLE, is_first_rank
+from mechanic.run.signals import Signals, die_by, open_signals
+from mechanic.run.spool import Spool
+from mechanic.run.summary import Ending, as_json, as_text, status_line
+
+_INJECT = str(Path(__file__).with_name("inject"))
+_LIVE, _REDIRECTED = 0.2, 0.5  # seconds between two looks
+
+
+def main(request: Request) -> int:
+    """Run the script, and return its exit code; if a signal killed it, die by the same."""
+    if not is_first_rank():  # nothing to supervise: the first rank reports
+        os.execve(sys.executable, request.command, _environment(request, None))
+    spool = tempfile.mkdtemp(prefix="mechanic-run-")
+    try:
+        code = Supervisor(request, spool).run()
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    if code < 0:
+        die_by(-code)
+    return code
+
+
+def _environment(request: Request, spool: str | None) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (_INJECT, os.environ.get("PYTHONPATH"))))
+    settings = request.settings(spool).to_environment()
+    return {**os.environ, "PYTHONPATH": path, VARIABLE: settings}
+
+
+class Supervisor:
+    """Everything that happens while the script runs, and right after."""
+
+    def __init__(self, request: Request, spool: str) -> None:
+        self._request = request
+        self._folder = spool
+        self._spool = Spool(spool)
+        self._started = time.time()
+        self._trouble: dict[str, None] = {}
+        self._log = self._open_log(request.log) if request.log else None
+        live = not request.quiet and Screen.is_usable(2)
+        self._screen = Screen(2) if live else None
+
+    def run(self) -> int:
+        """Start the script, wait for it, and tell."""
+        with open_signals() as signals:
+            command, environment = self._request.command, _environment(self._request, self._folder)
+            child = signals.start(command, environment)
+            try:
+                while child.poll() is None:
+                    self._handle(child, signals, signals.wait(self._interval()))
+                    self._look()
+            finally:
+                self._guard(self._leave_screen)
+                self._screen = None
+            self._look()
+            self._finish(child.returncode)
+        return int(child.returncode)
+
+    def _interval(self) -> float:
+        return _LIVE if self._screen else _REDIRECTED
+
+    def _handle(self, child: subprocess.Popen[bytes], signals: Signals, info: Any) -> None:
+        if info is None:
+            return
+        if info.si_signo == signal.SIGWINCH:
+            self._guard(self._resize)
+            return
+        if info.si_code <= 0:  # sent by a process, to us; from the keyboard the script has it too
+            child.send_signal(info.si_signo)
+        if info.si_signo == signal.SIGTSTP:
+            self._guard(self._leave_screen)
+            signals.stop()
+
+    def _look(self) -> None:
+        """See what is new, log it and show it. No trouble here may harm the script."""
+        self._guard(self._look_closely)
+
+    def _look_closely(self) -> None:
+        for track, events, rows in self._spool.poll():
+            if self._log:
+                self._log.add(track, events, rows)
+        if self._screen and (text := status_line(self._spool.tracks)):
+            self._screen.show(text)
+
+    def _resize(self) -> None:
+        if self._screen:
+            self._screen.resize()
+
+    def _leave_screen(self) -> None:
+        if self._screen:
+            self._screen.close()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._trouble[f"while it ran: {error!r}"] = None
+            screen, self._screen = self._screen, None
+            if screen:
+                with contextlib.suppress(OSError):
+                    screen.close()
+
+    def _finish(self, code: int) -> None:
+        ending = Ending(self._request, code, self._started, time.time())
+        self._guard(lambda: self._close_log(ending))
+        if self._request.plot:
+            self._guard(self._draw)
+        if not self._request.quiet:
+            text = as_text(ending, self._spool.tracks, list(self._trouble))
+            with contextlib.suppress(OSError):  # nobody may be there to read it
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _close_log(self, ending: Ending) -> None:
+        for track in self._spool.tracks:
+            rows = track.close()
+            if self._log:
+                self._log.add(track, [], rows)
+        if self._log:
+            self._log.close({**self._about(), **as_json(ending, self._spool.tracks)})
+            if self._log.trouble:
+                self._trouble[self._log.trouble] = None
+
+    def _draw(self) -> None:
+        from mechanic.run.plot import Curves, draw
+
+        assert self._request.plot is not None
+        curves = [Curves.of_track(track) for track in self._spool.tracks if track.rows]
+        if curves:
+            draw(curves, self._request.plot)
+        else:
+            self._trouble[f"{self._request.plot} was not drawn: no step was made"] = None
+
+    def _open_log(self, folder: Path) -> Log:
+        try:
+            return Log(folder, self._about())
+        except OSError as error:
+            raise ValueError(f"--log {folder} cannot be written: {error}") from error
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "command": self._request.shown,
+            "folder": os.getcwd(),
+            "options": self._request.options,
+            "started": self._started,
+            "versions": {
+                "mechanic": mechanic.__version__,
+                "python": sys.version.split()[0],
+                "torch": _version("torch"),
+            },
+        }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

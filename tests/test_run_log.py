@@ -1,0 +1,285 @@
+"""`mechanic run`: the log folder, the summary, the plots, and what is refused before the start."""
+
+import json
+import math
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import MECHANIC, Logged, call, environment, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mechanic.cli import main
+from mechanic.run import advice, plot
+from mechanic.run.log import Log
+from mechanic.run.rows import Row
+from mechanic.run.spool import Track
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of a GAN's kind: two optimizers, one of them with two groups and a schedule."""
+    folder = tmp_path_factory.mktemp("done")
+    write(
+        folder,
+        """
+        model, other = make_model(), make_model()
+        groups = [{"params": model[0].parameters(), "lr": 1e-5}, {"params": model[2].parameters()}]
+        first = torch.optim.AdamW(groups, lr=1e-4)
+        second = torch.optim.SGD(other.parameters(), lr=100.0, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(first, 200)
+        for i in range(200):
+            train(model, first, steps=1)
+            if i == 150:
+                other[0].weight.register_hook(lambda grad: grad * float("nan"))
+            if i % 2:
+                train(other, second, steps=1)
+            scheduler.step()
+        """,
+    )
+    run = call(folder, "--log", "runs/x", "--plot", "x.png", "train.py")
+    assert run.returncode == 0, run.stderr
+    return folder, run.stderr
+
+
+def test_the_history_has_every_step_with_what_was_learned(done: tuple[Path, str]) -> None:
+    log = Logged(done[0] / "runs" / "x")
+    start = log.lines[0]
+    assert start["event"] == "start"
+    assert start["command"] == ["train.py"]
+    assert start["versions"].keys() == {"mechanic", "python", "torch"}
+    rows = log.of("AdamW")
+    assert [row["step"] for row in rows] == list(range(1, 201))
+    assert [row["step"] for row in log.of("SGD")] == list(range(1, 101))
+    for row in rows:
+        assert row["effective_lr"] == pytest.approx([row["scale"] * lr for lr in row["lr"]])
+        assert sum(row["scales"]) == pytest.approx(row["scale"])
+        assert len(row["wealth"]) == 6
+    assert max(rows[-1]["wealth"]) > 0
+    assert rows[0]["lr"] == [1e-5, 1e-4]
+    assert rows[100]["lr"][1] == pytest.approx(0.5e-4, rel=0.05)  # the schedule
+    assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
+    assert log.of("SGD")[-1]["skipped"] == 25
+
+
+def test_tensorboard_reads_the_events(done: tuple[Path, str]) -> None:
+    folder = done[0] / "runs" / "x"
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    expected = {"scale", "effective_lr/0", "effective_lr/1", "lr/0", "lr/1", "wealth/0.999"}
+    assert {f"AdamW/{tag}" for tag in expected} <= set(tags)
+    logged = [row["scale"] for row in Logged(folder).of("AdamW")]
+    read = events.Scalars("AdamW/scale")
+    assert [event.step for event in read] == list(range(1, 201))
+    assert [event.value for event in read] == pytest.approx(logged)
+
+
+def test_the_summary_says_what_to_type(done: tuple[Path, str]) -> None:
+    folder, said = done
+    own = said[said.index("mechanic run: train.py: exit code 0") :]
+    assert all(len(line) <= 80 for line in own.splitlines())
+    adam = Logged(folder / "runs" / "x").found("AdamW")
+    low, high = adam["suggested"]
+    assert high == pytest.approx(10 * low)
+    assert 1e-4 < high < 1
+    assert f"lr={low:.3g} (group 0), lr={high:.3g} (group 1)" in " ".join(said.split())
+    assert re.search(r"AdamW: tuned, 200 steps\n  lr typed +1e-05, 0\.0001\n", said)
+    assert "with its schedule" in said
+    assert "25 of 100 steps were skipped for NaN or inf" in said
+    scales = [row["scale"] for row in Logged(folder / "runs" / "x").of("AdamW")]
+    level = sorted(scales[100:])[50]
+    assert adam["ramp"] == next(i for i, s in enumerate(scales, 1) if s >= level / 2)
+    assert adam["scale"]["final"] == scales[-1]
+    assert (adam["scale"]["low"], adam["scale"]["high"]) == (min(scales), max(scales))
+
+
+def test_runs_are_drawn_together(
+    done: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    folder = done[0] / "runs" / "x"
+    assert (done[0] / "x.png").read_bytes().startswith(b"\x89PNG")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    whole = (folder / "history.jsonl").read_text()
+    (torn / "history.jsonl").write_text(whole[: len(whole) // 2])  # killed in the middle of a line
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["plot", str(folder), "torn", "-o", "both.svg"]) == 0
+
+    assert capsys.readouterr().out == "both.svg\n"
+    drawn = (tmp_path / "both.svg").read_text()
+    for label in ("x AdamW, group 1", "torn AdamW, group 0", "learned scale", "lr in force"):
+        assert f"<!-- {label} -->" in drawn
+    x, y = (plot.load(one)[0] for one in (folder, torn))
+    assert x.steps == list(range(1, 201))
+    assert 5 < len(y.steps) < 200
+    assert y.scale == x.scale[: len(y.scale)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "give a script"),
+        (["run", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "folder"], "folder is a folder without a __main__.py"),
+        (["run", "-m"], "-m needs the name of a module"),
+        (["run", "-m", "nowhere.train"], "there is no module nowhere"),
+        (["run", "--nonsense", "train.py"], "there is no --nonsense"),
+        (["run", "--freeze-after", "soon", "train.py"], "invalid int value: 'soon'"),
+        (["run", "--freeze-after", "0", "train.py"], "--freeze-after must be at least 1, got 0"),
+        (["run", "--nproc", "-1", "train.py"], "--nproc must be at least 1, got -1"),
+        (["run", "--preset", "fast", "train.py"], "preset must be one of"),
+        (["run", "--s-init", "x", "train.py"], "s_init must be"),
+        (["run", "--s-decay=-1", "train.py"], "s_decay must be"),
+        (["run", "--betas", "0.9,2", "train.py"], "betas must be"),
+        (["run", "--betas", "0.9,x", "train.py"], "betas must be"),
+        (["run", "--max-scale", "0", "train.py"], "max_scale must be"),
+        (["run", "--log", "folder", "train.py"], "--log folder exists already"),
+        (["run", "--log", "train.py/x", "train.py"], "--log train.py/x cannot be written"),
+        (["run", "--plot", "nowhere/x.png", "train.py"], "there is no folder nowhere"),
+        (["run", "--plot", "x.bmp", "train.py"], "draws .png, .svg or .pdf"),
+        (["run", "--log"], "expected one argument"),
+        (["plot"], "the following arguments are required"),
+        (["plot", "folder"], "there is no history.jsonl in folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2_and_starts_nothing(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path, "open('started', 'w')", training=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    message = capfd.readouterr().err
+    assert said in message
+    assert len(message.strip().splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "train.py"}
+
+
+@pytest.mark.parametrize(
+    ("absent", "arguments", "said"),
+    [
+        ("torch", ["run", "train.py"], "needs torch: pip install torch"),
+        ("tensorboard", ["run", "--log", "x", "train.py"], "--log needs tensorboard: pip install"),
+        ("matplotlib", ["run", "--plot", "x.png", "train.py"], "--plot needs matplotlib: pip"),
+        ("matplotlib", ["plot", "x"], "needs matplotlib: pip install"),
+        ("optuna rich numpy tensorboard matplotlib", ["run", "train.py"], ""),
+    ],
+)
+def test_what_is_not_installed_is_named_before_the_start(
+    absent: str, arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "open('started', 'w')", training=False)
+    hiding = f"""
+        import importlib.util, sys
+        from mechanic.cli import main
+        find = importlib.util.find_spec
+        hidden = {absent.split()!r}
+        importlib.util.find_spec = lambda name: None if name in hidden else find(name)
+        sys.exit(main(sys.argv[1:]))
+        """
+    write(tmp_path, hiding, name="hiding.py", training=False)
+
+    run = call(tmp_path, "hiding.py", *arguments, python=True)
+
+    assert said in run.stderr
+    assert run.returncode == (2 if said else 0)
+    assert (tmp_path / "started").exists() == (not said)
+
+
+def test_the_supervisor_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path, "", training=False)
+    code = (
+        "import sys; from mechanic.cli import main; main(['run', '--quiet', 'train.py']);"
+        "print({'torch', 'numpy', 'matplotlib', 'tensorboard'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout == "set()\n"
+
+
+def track(
+    scales: list[float], *, lr: float = 1.0, skipped: int = 0, cap: float = math.inf
+) -> Track:
+    made = Track("AdamW", 1, "AdamW", "tuned", max_scale=cap)
+    made.groups = [{"lr": lr, "initial_lr": None, "max_lr": None}]
+    for step, scale in enumerate(scales, 1):
+        made.rows.append(Row(step, float(step), scale, skipped, (lr,), (scale,), (0.0,)))
+    return made
+
+
+RAMP = [1e-4 * 2**i for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("scales", "options", "warning"),
+    [
+        (RAMP + 90 * [0.1], {}, None),
+        (RAMP + 90 * [0.1], {"cap": 0.1}, "hit its cap of 0.1 at step 11, and ended there"),
+        (RAMP + 20 * [0.1] + 70 * [0.05], {"cap": 0.1}, "hit its cap of 0.1 at step 11. The"),
+        ([1e-4 * 1.01**i for i in range(100)], {}, "the scale never grew"),
+        ([1e-4 * 1.1**i for i in range(100)], {}, "still growing at the end"),
+        (RAMP + 90 * [0.1], {"skipped": 60}, "60 of 100 steps were skipped for NaN or inf"),
+        (100 * [0.0], {"skipped": 100}, "100 of 100 steps were skipped"),
+        (100 * [0.0], {}, "the scale stayed at 0: no step had a gradient"),
+        (RAMP, {}, "only 10 steps"),
+    ],
+)
+def test_warnings_name_their_cause(scales: list[float], options, warning: str | None) -> None:
+    warnings = advice.find(track(scales, **options)).warnings
+    if warning is None:
+        assert warnings == ()
+    else:
+        (said,) = warnings
+        assert warning in said
+
+
+def test_the_suggestion_is_the_level_after_the_ramp_at_the_lr_that_is_typed() -> None:
+    found = advice.find(track([*RAMP, *[0.1, 0.2, 0.3] * 30], lr=0.5))
+    assert found.suggested == pytest.approx((0.1,))
+    assert found.ramp == 11
+    scheduled = track([*RAMP, *[0.2] * 90], lr=0.01)
+    scheduled.groups = [{"lr": 0.01, "initial_lr": 0.04, "max_lr": 1.0}]  # OneCycleLR's
+    found = advice.find(scheduled)
+    assert (found.typed_name, found.suggested) == ("max_lr", pytest.approx((0.2,)))
+
+
+def test_a_thinned_history_counts_its_steps() -> None:
+    made = track([1.0] * 1000)
+    made.rows += [Row(1000 + 10 * i, 0.0, 5.0, 0, (1.0,), (5.0,), (0.0,)) for i in range(1, 201)]
+    found = advice.find(made)
+    assert found.scale is not None
+    assert found.scale.median == 5.0  # 2,000 of 3,000 steps, though 200 of 1,200 rows
+
+
+def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log", {"command": ["x"]})
+    made = track([1.0] * 200)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        log.add(made, [], made.rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close({"ended": 1.0, "exit_code": 0})
+    assert "could not be written to the end" in log.trouble
+    lines = (tmp_path / "log" / "history.jsonl").read_text().splitlines()
+    assert json.loads(lines[-2])["step"] == len(lines) - 2
+
+
+def test_help_is_for_the_script_after_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; print(sys.argv[1:])", training=False)
+    assert call(tmp_path, "--quiet", "train.py", "--help").stdout == "['--help']\n"
+    helped = subprocess.run(
+        [*MECHANIC, "run", "--help"], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert "mechanic run [options] (SCRIPT | -m MODULE) [its arguments]" in helped.stdout
+    assert "--freeze-after" in helped.stdout

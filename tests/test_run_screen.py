@@ -1,0 +1,176 @@
+"""The status line, on a terminal that `pyte` plays."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyte
+import pytest
+from running import MECHANIC, environment, write
+
+ROWS, COLUMNS = 24, 80
+REGION = re.compile(rb"\x1b\[(\d*)(?:;(\d*))?r")
+
+
+class Terminal:
+    """A terminal with a process in its foreground."""
+
+    def __init__(self, folder: Path, *arguments: str, term: str = "xterm", **streams: int) -> None:
+        self.master, slave = pty.openpty()
+        self._size(ROWS, COLUMNS)
+        self.screen = pyte.Screen(COLUMNS, ROWS)
+        self._stream = pyte.ByteStream(self.screen)
+        self.output = b""
+
+        def lead() -> None:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [*MECHANIC, "run", *arguments], cwd=folder, env=environment(TERM=term), stdin=slave,
+            stdout=streams.get("stdout", slave), stderr=streams.get("stderr", slave),
+            preexec_fn=lead,
+        )  # fmt: skip
+        os.close(slave)
+
+    def _size(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def resize(self, rows: int, columns: int) -> None:
+        self._size(rows, columns)  # the kernel sends SIGWINCH
+        self.screen.resize(rows, columns)
+
+    def read(self, until: Callable[[], bool] = lambda: False) -> int | None:
+        """Show what comes until something is so, or until the end: then, the exit status."""
+        end = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < end, self.output[-2000:]
+            if select.select([self.master], [], [], 0.05)[0]:
+                try:
+                    data = os.read(self.master, 65536)
+                except OSError:  # how a terminal ends on Linux
+                    data = b""
+                if not data:
+                    return self.process.wait(10)
+                self.output += data
+                self._stream.feed(data)
+        return None
+
+    def last_row(self) -> str:
+        return self.screen.display[-1].rstrip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(
+        tmp_path,
+        """
+        import sys
+        from tqdm import tqdm
+
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        for i in tqdm(range(1234), mininterval=0.02):
+            train(model, optimizer, steps=1)
+            if i % 30 == 0:
+                tqdm.write(f"line {i}")
+            if i == 600:
+                sys.stdin.readline()
+        print("a half", end="", flush=True)
+        """,
+    )
+    return tmp_path
+
+
+def test_the_line_lives_with_tqdm_and_a_resize_and_leaves_no_trace(folder: Path) -> None:
+    terminal = Terminal(folder, "--log", "log", "train.py")
+
+    terminal.read(lambda: "step 601" in terminal.last_row())
+    before = list(terminal.screen.display)
+    assert re.match(
+        r"mechanic  AdamW  step 601  \S+/s  scale \S+  lr \S+e-\d+$", before[-1].rstrip()
+    )
+    assert any(re.search(r"\d+/1234 \[", row) for row in before[:-1])  # tqdm's own bar
+    assert sum("mechanic" in row for row in before) == 1
+    terminal.resize(12, 60)
+    terminal.read(lambda: "step 601" in terminal.last_row())
+    os.write(terminal.master, b"\n")
+    assert terminal.read() == 0
+
+    text = terminal.output
+    regions = REGION.findall(text)
+    assert (b"1", b"23") in regions
+    assert (b"1", b"11") in regions
+    assert regions[-1] == (b"", b"")  # given back
+    shown = [int(step) for step in re.findall(rb"^(?:.*\r)?line (\d+)\r$", text, re.MULTILINE)]
+    assert shown == list(range(0, 1234, 30))  # the script's output came whole
+    assert b"a half" in text
+    assert terminal.screen.margins is None
+    assert "lr learned" in "\n".join(terminal.screen.display)
+    assert b"AdamW: tuned, 1,234 steps" in text
+    last = (folder / "log" / "history.jsonl").read_text().splitlines()[-2]
+    assert '"step": 1234' in last  # thinned from 1,000 on, but for the last
+
+
+@pytest.mark.parametrize("how", ["--quiet", "dumb", "redirected"])
+def test_no_line_where_none_is_wanted(how: str, tmp_path: Path) -> None:
+    write(tmp_path, "print('out')", training=False)
+    options = ["--quiet"] if how == "--quiet" else []
+    with open(tmp_path / "errors", "wb") as errors:
+        streams = {"stderr": errors.fileno()} if how == "redirected" else {}
+        term = "dumb" if how == "dumb" else "xterm"
+        terminal = Terminal(tmp_path, *options, "train.py", term=term, **streams)
+        assert terminal.read() == 0
+
+    assert b"\x1b" not in terminal.output
+    assert (b"mechanic run" in terminal.output) == (how == "dumb")
+    assert b"\x1b" not in (tmp_path / "errors").read_bytes()
+
+
+def test_ctrl_c_reaches_the_script_once(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import time
+        count = 0
+        while count < 2:
+            try:
+                print("ready", flush=True)
+                for _ in range(40):
+                    time.sleep(0.05)
+                break
+            except KeyboardInterrupt:
+                count += 1
+        print("interrupts:", count)
+        """,
+        training=False,
+    )
+    terminal = Terminal(tmp_path, "train.py")
+    terminal.read(lambda: b"ready" in terminal.output)
+
+    os.write(terminal.master, b"\x1a")  # Ctrl-Z, where no shell could continue us, does nothing
+    os.write(terminal.master, b"\x03")
+
+    assert terminal.read() == 0
+    assert b"interrupts: 1" in terminal.output
+
+
+def test_ctrl_c_kills_as_it_kills_python(tmp_path: Path) -> None:
+    write(tmp_path, "import time; print('ready', flush=True); time.sleep(30)", training=False)
+    terminal = Terminal(tmp_path, "train.py")
+    terminal.read(lambda: b"ready" in terminal.output)
+
+    os.write(terminal.master, b"\x03")
+
+    assert terminal.read() == -signal.SIGINT
+    assert terminal.output.count(b"KeyboardInterrupt") == 1
+    assert b"killed by SIGINT" in terminal.output
