@@ -127,9 +127,11 @@ class Mechanism:
         live = [rate.unit for rate in rates if rate.live is not False]
         if self.started or not live:
             return
-        unit = torch.as_tensor(live[0], dtype=self.share.dtype).to(self.share.device)
+        unit = live[0]
+        if isinstance(unit, Tensor):
+            unit = unit.to(self.share)
         first = (self.steps == 0) & (unit > 0) & finite
-        self.share = torch.where(first, unit, self.share)
+        self.share = torch.where(first, unit, self.share)  # a number needs no copy to the device
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
 
