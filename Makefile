@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo bench test check step-cost clean
+.PHONY: demo bench test test-all check step-cost clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -15,7 +15,11 @@ bench: .venv/bench.stamp
 	$(BIN)/mechanic report
 
 test: check
-	$(BIN)/python -m pytest -n auto --doctest-modules
+	$(BIN)/python -m pytest -n auto --dist loadgroup --doctest-modules
+
+# The tests that take minutes as well.
+test-all: check
+	$(BIN)/python -m pytest -n auto --dist loadgroup --doctest-modules -m "nightly or not nightly"
 
 # Format, lint and types: the same here and in CI.
 check: .venv/dev.stamp

@@ -1,0 +1,170 @@
+"""The sums that a step takes: this process's part of them, completed by `sharding.begin_sums`."""
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic import tuner
+from mechanic.torch import vectors
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
+from mechanic.torch.rates import Rate
+from mechanic.torch.vectors import Batch
+
+
+class Parts(NamedTuple):
+    """This process's part of the sums that are taken before the base's step, and then the sums.
+    A process that shares no parameters has the sums at once."""
+
+    dg: Tensor
+    dx: Tensor | float
+    gg: Tensor | float
+    xx: Tensor | float
+    dd: Tensor | float
+    x1: Tensor | float
+    """‖x‖² of the parameters that are seen for the first time"""
+    d: int | Tensor
+    """Their number"""
+    live: Tensor | bool
+    """Whether there is a gradient in a group whose lr is not 0"""
+    found_inf: Tensor | float
+    """GradScaler's word for it, which a fused base honours whatever the options"""
+    rise: Tensor | float
+    processes: int | Tensor
+
+
+def measure(
+    optimizer: Optimizer,
+    mechanism: Mechanism,
+    batches: list[Batch],
+    rates: list[Rate],
+    rise: Tensor | float,
+) -> Parts:
+    """Everything that the base's step need not be waited for."""
+    options, home = mechanism.options, mechanism.scale.device
+    dg: list[Tensor] = []
+    live: Tensor | bool = False
+    for batch in batches:
+        is_live = rates[batch.group].live
+        terms = vectors.inner(batch.displacements, batch.grads)
+        if is_live is not True or not batch.counts:
+            # no part in h, but a NaN in it must still show
+            terms = [term * is_live * batch.counts for term in terms]
+        if optimizer.param_groups[batch.group].get("maximize"):
+            terms = [-term for term in terms]
+        dg += terms
+        if batch.device.type != "meta":
+            live = live | (is_live.to(home) if isinstance(is_live, Tensor) else is_live)
+    grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
+    unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
+    gg: Tensor | float = 0.0
+    dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
+    if options.s_decay:
+        squares = [vectors.squares(b.grads, b.dtype) for b in batches if b.counts]
+        gg = vectors.total(chain.from_iterable(squares), home) * unscale**2
+    x1, d = _new_reference(optimizer, mechanism, batches)
+    return Parts(
+        dg=vectors.total(dg, home) * mechanism.share * unscale,
+        dx=dx,
+        gg=gg,
+        xx=xx,
+        dd=_displacement_square(optimizer, mechanism, batches),
+        x1=x1,
+        d=d,
+        live=live,
+        found_inf=getattr(optimizer, "found_inf", 0.0),
+        rise=rise,
+        processes=1,
+    )
+
+
+def _decay_sums(mechanism: Mechanism, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """⟨Δ, x⟩ and ‖x‖²."""
+    home, counted = mechanism.scale.device, [batch for batch in batches if batch.counts]
+    dx = [q for batch in counted for q in vectors.inner(batch.displacements, batch.params)]
+    xx = [q for batch in counted for q in vectors.squares(batch.params, batch.dtype)]
+    return vectors.total(dx, home) * mechanism.share, vectors.total(xx, home)
+
+
+def _displacement_square(
+    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
+) -> Tensor | float:
+    """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
+    if mechanism.options.s_init != "relative":
+        return 0.0
+    stored = [
+        (index, param, None, optimizer.state[param][DISPLACEMENT])
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if param.grad is None and DISPLACEMENT in optimizer.state.get(param, {})
+    ]
+    idle = vectors.batches(stored, counted=mechanism.counted)
+    squares = [
+        q
+        for batch in (*batches, *idle)
+        if batch.counts
+        for q in vectors.squares(batch.displacements, batch.dtype)
+    ]
+    return vectors.total(squares, mechanism.scale.device) * mechanism.share**2
+
+
+def propose(
+    mechanism: Mechanism,
+    batches: list[Batch],
+    origin: list[list[Tensor]],
+    rates: list[Rate],
+    *,
+    recorded: bool,
+) -> dict[str, Tensor]:
+    """Leave what the base proposes in the parameters; gives the sums that had to wait for it."""
+    options, home = mechanism.options, mechanism.scale.device
+    late: dict[str, Tensor] = {}
+    if tuner.RULES[options.preset].decays_after_base:
+        late["dx"], late["xx"] = _decay_sums(mechanism, batches)
+    is_exact = options.s_init == "relative" and mechanism.is_starting
+    uu = torch.zeros_like(mechanism.scale)
+    for batch, points in zip(batches, origin, strict=True):
+        rate = rates[batch.group]
+        if not recorded:
+            vectors.propose(batch, points)
+        if not is_exact or not batch.counts or rate.live is False:
+            continue
+        if recorded:
+            squares = vectors.squares(list(torch._foreach_sub(batch.params, points)), batch.dtype)
+        else:
+            squares = vectors.proposal_squares(batch, points)
+        unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
+        uu = uu + vectors.total(squares, home) * unit**2
+    if is_exact:
+        late["uu"] = torch.where(mechanism.updates < EXACT, uu, 0.0)
+    return late
+
+
+def _new_reference(
+    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
+) -> tuple[Tensor | float, int]:
+    """‖x‖² of the parameters that are seen for the first time, and their number."""
+    x1: Tensor | float = 0.0
+    d = 0
+    for batch in batches:
+        new = [
+            param
+            for owner, param in zip(batch.owners, batch.params, strict=True)
+            if batch.counts and DISPLACEMENT not in optimizer.state.get(owner, {})
+        ]
+        if new:
+            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), mechanism.scale.device)
+            d += sum(param.numel() for param in new)
+    return x1, d
+
+
+def is_finite(optimizer: Optimizer, mechanism: Mechanism, parts: Parts) -> Tensor | bool:
+    """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0."""
+    finite: Tensor | bool = True
+    if mechanism.options.skip_nonfinite:
+        finite = torch.isfinite(parts.dg)
+    if isinstance(parts.found_inf, Tensor) and hasattr(optimizer, "found_inf"):
+        finite = finite & (parts.found_inf.to(parts.dg.device).reshape(()) == 0)
+    return finite
