@@ -51,6 +51,7 @@ def run(
         last = tuner.get("rate", np.zeros_like(rate))  # 0 where there has been none yet
         grown = np.divide(rate, last, out=np.ones_like(rate), where=last > 0)
         tuner.update(rise=max(1.0, grown.max()), rate=np.where(rate > 0, rate, last))
+        tuner["t"] = tuner.get("t", 0) + np.any(rate > 0)  # steps at an lr above 0, from 1
         s, q = update_scale(tuner, delta, g, x, u, **options)  # lines 10 to 16
         s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
         tuner["s"] = s
@@ -116,9 +117,9 @@ def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
     M, S = state.get("M", 0.0), s.sum()
 
     X = max(np.linalg.norm(state["x1"]), 0.01 * math.sqrt(x.size))
-    D, t = np.linalg.norm(delta), state.get("t", 0)
+    D = np.linalg.norm(delta)
     U = max(state.get("U", 0.0), state["rise"] * (D - state.get("D", 0.0)))
-    if t < 10:
+    if state["t"] <= 10:
         U = max(U, np.linalg.norm(u))
     rebase = min(1.0, clip * state.get("U", 0.0) / U) if state.get("U", 0.0) > 0 else 1.0
     sigma = rho * X / U if U > 0 else 0.0
@@ -135,7 +136,7 @@ def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
         s = s * (shrink * S / s.sum())
     largest = max(M, min(cap, s.sum()))
     q = min(1.0, (1 + gamma) * M / largest) if largest > 0 else 1.0
-    state.update(m=m, v=v, r=r, M=largest, U=U, D=q * D, t=t + 1)
+    state.update(m=m, v=v, r=r, M=largest, U=U, D=q * D)
     return s, q
 
 
