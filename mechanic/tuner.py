@@ -46,7 +46,7 @@ EPS = 1e-8  # the ε of the two codes of the paper's authors
 
 class Sums(NamedTuple):
     """What one step measures, over all parameters: `dx`, `gg` and `xx` for a decay above 0, the
-    last five for a relative start. Those that are not needed may be 0."""
+    last four for a relative start. Those that are not needed may be 0."""
 
     dg: Array
     """⟨Δ_t, g_t⟩"""
@@ -62,10 +62,8 @@ class Sums(NamedTuple):
     """The number of parameters behind `x1`"""
     dd: Array
     """‖Δ_t‖²"""
-    rise: Array
-    """How many times the base's lr has grown since the last step"""
     uu: Array
-    """‖u_t‖², where it is known in time: in the first steps"""
+    """‖u_t‖², in the steps in which it is taken"""
 
 
 class State(NamedTuple):
@@ -102,7 +100,7 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     >>> options = Options(preset="paper", betas=(0.9,), s_decay=0.0)
     >>> state = init(options, np.array(options.betas))
     >>> for dg in (0.0, -2.0, -2.0):  # along Δ the loss falls, so the scale grows
-    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 0, 1, 0))))
+    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 0, 0))))
     >>> round(float(state.s.sum() / options.s_init), 3)
     1.487
     """
@@ -201,14 +199,14 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     The relative start makes the largest update so far move the parameters by `START` times
     their norm, whatever the learning rate that is typed and the scale of the loss.
 
-    How large an update is, is known in time only in the first steps (`sums.uu`): it is yet to be
-    made. Later the update before it stands for it, at the present lr, and that one is as large as
-    it has made Δ grow (or larger, if it did not point along Δ).
+    How large an update is, is known in time only where it is waited for (`sums.uu`): it is yet to
+    be made. Elsewhere the update before it stands for it, and that one is as large as it has made
+    Δ grow (or larger, if it did not point along Δ).
     """
     if options.s_init != "relative":
         return options.s_init, state.U
     xp = _namespace(sums.dd)
-    grown = sums.rise * (xp.sqrt(sums.dd) - state.D)
+    grown = xp.sqrt(sums.dd) - state.D
     U = _max(_max(_finite(grown), _finite(xp.sqrt(sums.uu))), state.U)
     size = xp.sqrt(_max(sums.x1, FLOOR**2 * sums.d))
     return _divide(START * size, U), U

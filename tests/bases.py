@@ -282,7 +282,7 @@ def start_of(opt: Optimizer) -> float:
     """The scale that a mechanized optimizer started from."""
     mechanism = opt._mechanic
     zero = torch.zeros_like(mechanism.scale)
-    sums = rules.Sums(*[zero] * 9)._replace(x1=mechanism.reference_square, d=mechanism.size)
+    sums = rules.Sums(*[zero] * 8)._replace(x1=mechanism.reference_square, d=mechanism.size)
     return float(rules.start(mechanism.options, mechanism.state, sums)[0])
 
 

@@ -108,8 +108,9 @@ def algorithm1(
 
 def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
     """The default rule: constants and lines as in the study that chose it, and three of ours: what
-    was learned is rebased when U more than triples, M is of scales that were played, and after ten
-    steps ‖u‖ is that of the update before, at the present lr, as far as it has made Δ grow."""
+    was learned is rebased when U more than triples, M is of scales that were played, and ‖u‖ is
+    that of the update before, as far as it has made Δ grow; it is taken itself in ten steps, and
+    when an lr has grown by more than half."""
     rho, gamma, clip, shrink = 1e-4, 0.05, 3.0, 0.5
     beta = np.asarray(betas)
     n, zero = len(beta), np.zeros(len(beta))
@@ -118,8 +119,8 @@ def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
 
     X = max(np.linalg.norm(state["x1"]), 0.01 * math.sqrt(x.size))
     D = np.linalg.norm(delta)
-    U = max(state.get("U", 0.0), state["rise"] * (D - state.get("D", 0.0)))
-    if state["t"] <= 10:
+    U = max(state.get("U", 0.0), D - state.get("D", 0.0))
+    if state["t"] <= 10 or state["rise"] > 1.5:
         U = max(U, np.linalg.norm(u))
     rebase = min(1.0, clip * state.get("U", 0.0) / U) if state.get("U", 0.0) > 0 else 1.0
     sigma = rho * X / U if U > 0 else 0.0

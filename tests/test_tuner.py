@@ -35,7 +35,6 @@ def sums_of(h, *, gradient=1.0, update=1.0):
         x1=np.float64(4.0),
         d=np.float64(10),
         dd=np.float64(0.0),
-        rise=np.float64(1.0),
         uu=np.float64(update**2),
     )
 

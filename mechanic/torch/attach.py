@@ -124,7 +124,8 @@ def mechanize(
     if zero.is_zero(optimizer):
         zero.check(optimizer)
         own: Any = optimizer
-        zero.carry(optimizer, _mechanize(own.optim, options, own.process_group)._mechanic)
+        mechanism = _mechanize(own.optim, options, own.process_group)._mechanic
+        mechanism.carrier = zero.Carrier(optimizer, mechanism)
         return optimizer
     return _mechanize(optimizer, options, process_group)
 

@@ -109,12 +109,16 @@ class Tuner:
         self._mechanism.frozen = False
 
     def agrees(self, process_group: Any = None) -> bool:
-        """Whether all processes of a group (all there are) have learned the same, bit for bit.
+        """Whether all processes of a group (those that share the parameters, or all there are)
+        have learned the same, bit for bit.
 
         Every one of them has to ask. A step never does: under DistributedDataParallel the
         gradients are the same everywhere, and so is all that follows from them.
         """
         mechanism = self._mechanism
+        ranks = mechanism.find_ranks(self._optimizer)
+        if process_group is None and ranks is not None:
+            process_group = ranks.group
         learned = torch.cat([value.reshape(-1) for value in (mechanism.scale, *mechanism.state)])
         return agree(learned, process_group)
 
@@ -130,7 +134,7 @@ class Tuner:
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own
         state, the learned lr in its groups, and its schedules at the learned scale."""
-        optimizer = self._optimizer
+        optimizer, carrier = self._optimizer, self._mechanism.carrier
         scale = float(self.scale) or 1.0  # nothing learned yet: the lr that was typed
         base = type(optimizer)._base  # type: ignore[attr-defined]
         if has_modes(base):
@@ -141,14 +145,19 @@ class Tuner:
         optimizer.__class__ = base
         optimizer._patch_step_function()
         rewrap_step(optimizer)
-        for scheduler in _schedulers_of(optimizer):
-            _rescale(vars(scheduler), _SCHEDULER_RATES, scale)
-        for group in optimizer.param_groups:
-            _rescale(group, _GROUP_RATES, scale)
+        outer = optimizer
+        if carrier is not None:  # the optimizer is one part of another, which users hold
+            carrier.let_go()
+            outer = carrier.optimizer
+        for own in dict.fromkeys((optimizer, outer)):
+            for scheduler in _schedulers_of(own):
+                _rescale(vars(scheduler), _SCHEDULER_RATES, scale)
+            for group in own.param_groups:
+                _rescale(group, _GROUP_RATES, scale)
         if isinstance(optimizer, (ASGD, Rprop)):
             for state in optimizer.state.values():
                 _rescale(state, _STATE_RATES, scale)
-        return optimizer
+        return outer
 
 
 def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:

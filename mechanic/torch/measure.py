@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
+from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.rates import Rate
 from mechanic.torch.vectors import Batch
 
@@ -31,8 +31,8 @@ class Parts(NamedTuple):
     """Whether there is a gradient in a group whose lr is not 0"""
     found_inf: Tensor | float
     """GradScaler's word for it, which a fused base honours whatever the options"""
-    rise: Tensor | float
-    processes: int | Tensor
+    waits: Tensor | bool
+    """Whether a process wants to wait for the norm of the update itself"""
 
 
 def measure(
@@ -40,7 +40,8 @@ def measure(
     mechanism: Mechanism,
     batches: list[Batch],
     rates: list[Rate],
-    rise: Tensor | float,
+    *,
+    waits: bool,
 ) -> Parts:
     """Everything that the base's step need not be waited for."""
     options, home = mechanism.options, mechanism.scale.device
@@ -75,8 +76,7 @@ def measure(
         d=d,
         live=live,
         found_inf=getattr(optimizer, "found_inf", 0.0),
-        rise=rise,
-        processes=1,
+        waits=waits,
     )
 
 
@@ -116,6 +116,7 @@ def propose(
     origin: list[list[Tensor]],
     rates: list[Rate],
     *,
+    waits: bool,
     recorded: bool,
 ) -> dict[str, Tensor]:
     """Leave what the base proposes in the parameters; gives the sums that had to wait for it."""
@@ -123,13 +124,12 @@ def propose(
     late: dict[str, Tensor] = {}
     if tuner.RULES[options.preset].decays_after_base:
         late["dx"], late["xx"] = _decay_sums(mechanism, batches)
-    is_exact = options.s_init == "relative" and mechanism.is_starting
     uu = torch.zeros_like(mechanism.scale)
     for batch, points in zip(batches, origin, strict=True):
         rate = rates[batch.group]
         if not recorded:
             vectors.propose(batch, points)
-        if not is_exact or not batch.counts or rate.live is False:
+        if not waits or not batch.counts or rate.live is False:
             continue
         if recorded:
             squares = vectors.squares(list(torch._foreach_sub(batch.params, points)), batch.dtype)
@@ -137,9 +137,15 @@ def propose(
             squares = vectors.proposal_squares(batch, points)
         unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
         uu = uu + vectors.total(squares, home) * unit**2
-    if is_exact:
-        late["uu"] = torch.where(mechanism.updates < EXACT, uu, 0.0)
+    if waits:
+        late["uu"] = uu
     return late
+
+
+def expected_size(optimizer: Optimizer, batches: list[Batch]) -> int:
+    """The number of elements that are seen for the first time, as this process knows of them."""
+    owners = [owner for batch in batches for owner in batch.owners]
+    return sum(o.numel() for o in owners if DISPLACEMENT not in optimizer.state.get(o, {}))
 
 
 def _new_reference(

@@ -25,8 +25,8 @@ PATIENCE = 10
 """Warn when so many steps in a row were skipped."""
 
 EXACT = 10
-"""The norm of the update itself is taken in so many steps, when what a base does is least like what
-it did the step before: a warm-up from 0, a first batch without a gradient."""
+"""The norm of the update itself is waited for in so many steps, when what a base does is least like
+what it did the step before: a warm-up from 0, a first batch without a gradient."""
 
 
 COUNTERS = ("steps", "updates", "skipped", "skipped_in_a_row")
@@ -45,6 +45,8 @@ class Mechanism:
         self.process_group = process_group
         """The processes that the parameters are spread over, where that was said"""
         self._ranks: Ranks | None = None
+        self.carrier: Any = None
+        """What carries the tuner in its checkpoints, where it is not the optimizer itself"""
         self._start(home)
 
     def reset(self) -> None:
@@ -100,19 +102,19 @@ class Mechanism:
     def find_ranks(self, optimizer: Optimizer) -> Ranks | None:
         """The processes that share the optimizer's parameters, if any do."""
         self._ranks = ranks_of(optimizer, self.process_group, self._ranks)
-        return self._ranks
+        return self._ranks if self._ranks.group is not None else None
 
     @property
     def counted(self) -> frozenset[Tensor] | None:
         """The parameters whose local part counts here; None where none are shared."""
-        return None if self._ranks is None else self._ranks.counted
+        return None if self._ranks is None or self._ranks.group is None else self._ranks.counted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mechanism":
         # A process group is what it is; a copy works in the same one.
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
-            shared = name in ("process_group", "_ranks")
+            shared = name in ("process_group", "_ranks", "carrier")
             setattr(copied, name, value if shared else copy.deepcopy(value, memo))
         return copied
 
@@ -125,19 +127,19 @@ class Mechanism:
         """Before the first update, choose the unit that displacements are stored in: that of the
         proposals. So they are the same numbers whatever the learning rate that is typed."""
         live = [rate.unit for rate in rates if rate.live is not False]
-        if self.started or not live:
-            return
+        if self.started or not live or self.process_group is not None:
+            return  # over a group the unit is 1: its processes may have other rates
         unit = live[0]
         if isinstance(unit, Tensor):
             unit = unit.to(self.share)
-        first = (self.steps == 0) & (unit > 0) & finite
+        first = (self.updates == 0) & (unit > 0) & finite
         self.share = torch.where(first, unit, self.share)  # a number needs no copy to the device
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
 
     @property
     def is_starting(self) -> bool:
-        """Whether the norm of the update itself may be needed, as far as the host knows."""
+        """Whether these may be the first steps, as far as the host knows."""
         return self._sure < EXACT and self._unsure < 2 * EXACT
 
     def learn(self, takes_part: Tensor | bool) -> None:

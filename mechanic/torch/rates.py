@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 _BASE_LR = 65536.0  # a power of two: dividing by it is exact
 _BASE_LR_HALF = 16.0  # for float16, whose largest number is 65,504
 
+RISE = 1.5  # half of what the tuner takes for another scale of updates (tuner.CLIP)
+
 # Steps whose update is proportional to lr, with no lr in their state; tests/test_bases.py checks
 # each of them. Others, such as Adafactor's with its min(lr, 1/√t), are run at the lr that is typed.
 _PROPORTIONAL = {
@@ -77,16 +79,13 @@ def typed_rates(optimizer: Optimizer, before: list[Any]) -> list[Any]:
     ]
 
 
-def rise(lrs: list[Any], before: list[Any]) -> Any:
-    """How many times the learning rate of a group has grown, of that with the most; at least 1."""
-    most: Any = 1.0
+def has_risen(lrs: list[Any], before: list[Any]) -> Tensor | bool:
+    """Whether the learning rate of a group is so much above the one before that an update says
+    little about the next; for one that is a tensor the device has to tell."""
+    risen: Tensor | bool = False
     for lr, last in zip(lrs, before, strict=False):  # groups may have been added
-        if any(isinstance(value, Tensor) for value in (lr, last, most)):
-            ratio = torch.as_tensor(lr) / last
-            most = torch.clamp(torch.nan_to_num(ratio, nan=1.0, posinf=1.0), min=most)
-        elif last:
-            most = max(most, lr / last)
-    return most
+        risen = risen | (lr > RISE * last)
+    return risen
 
 
 @contextmanager

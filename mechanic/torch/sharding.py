@@ -5,7 +5,7 @@ of each tensor; a sum over the parameters is this process's part of it, complete
 all-reduce. An element that several processes hold counts on one of them alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
     """The processes that share the parameters of an optimizer."""
 
     group: Any
-    """The process group that sums are completed over"""
+    """The process group that sums are completed over; None where each process has everything"""
     params: tuple[Tensor, ...]
     """The parameters that this was made for"""
     counted: frozenset[Tensor]
@@ -62,22 +62,29 @@ def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return part
 
 
-def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ranks | None:
+def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ranks:
     """The processes that share an optimizer's parameters: those of the given group, or else of
-    the meshes of its DTensors; None where there are none. `known` is what was found before.
+    the meshes of its DTensors. `known` is what was found before.
 
     Raises:
-        ValueError: for parameters that are spread in a way that needs the group to be given.
+        ValueError: for parameters that are spread in a way that needs the group to be given, or
+            that cannot be tuned.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        return None
+        return _ALONE
     params = tuple(param for one in optimizer.param_groups for param in one["params"])
     if known is not None and list(map(id, known.params)) == list(map(id, params)):
         return known
     meshes = list({id(p.device_mesh): p.device_mesh for p in params if is_spread(p)}.values())
+    flat = frozenset(p for p in params if getattr(p, "_fsdp_flattened", False))
     if group is None and not meshes:
-        _refuse_flat(params)
-        return None
+        if flat:
+            raise ValueError(
+                "these parameters belong to FullyShardedDataParallel, and each process would learn "
+                "a scale of its own. Give its group, mechanize(optimizer, "
+                "process_group=model.process_group), or use fully_shard (FSDP2), which needs none."
+            )
+        return Ranks(None, params, frozenset(params))
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS takes sums of its own, over this process's part of the parameters alone. "
@@ -91,7 +98,15 @@ def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ra
             f"process_group leaves out ranks {sorted(outside)}, which hold parts of the "
             "parameters. Give one with all ranks that do, or none for DTensors alone."
         )
-    return Ranks(group, params, frozenset(p for p in params if _counts(p, own[0])))
+    if flat:  # what FSDP1 was told to ignore is the same on all of its ranks
+        first = dist.get_process_group_ranks(group)[0]
+        counted = frozenset(p for p in params if p in flat or dist.get_rank() == first)
+    else:
+        counted = frozenset(p for p in params if _counts(p, own[0]))
+    return Ranks(group, params, counted)
+
+
+_ALONE = Ranks(None, (), frozenset())
 
 
 def _counts(param: Tensor, first: int) -> bool:
@@ -100,9 +115,26 @@ def _counts(param: Tensor, first: int) -> bool:
     if not is_spread(param):
         return dist.get_rank() == first
     mesh: Any = param.device_mesh  # type: ignore[attr-defined]
-    places = zip(mesh.get_coordinate(), param.placements, strict=True)  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"a parameter is on a mesh of ranks {_ranks_in(mesh)}, of which this, rank "
+            f"{dist.get_rank()}, is none. Give the optimizer the parameters of its own rank."
+        )
+    places = zip(coordinate, param.placements, strict=True)  # type: ignore[attr-defined]
     repeated = any(index > 0 for index, placement in places if placement.is_replicate())
     return not repeated and first in _ranks_in(mesh)
+
+
+def check_size(found: int, expected: int) -> None:
+    """Refuse parameters that no process counts: their meshes are not parts of one another."""
+    if found < expected:
+        raise ValueError(
+            f"of {expected} elements of this rank's parameters only {found} are counted: a "
+            "parameter is on a mesh that other ranks of the optimizer know nothing of. Give such "
+            "parameters an optimizer of their own, or give process_group=, all ranks that hold "
+            "any."
+        )
 
 
 def device_of(group: Any) -> torch.device:
@@ -120,21 +152,12 @@ def agree(values: Tensor, group: Any) -> bool:
     return bool((extremes[0] == ~extremes[1]).all())
 
 
-def _refuse_flat(params: Iterable[Tensor]) -> None:
-    if any(getattr(param, "_fsdp_flattened", False) for param in params):
-        raise ValueError(
-            "these parameters belong to FullyShardedDataParallel, and each process would learn a "
-            "scale of its own. Give its group, mechanize(optimizer, "
-            "process_group=model.process_group), or use fully_shard (FSDP2), which needs none."
-        )
-
-
 def _ranks_in(mesh: Any) -> list[int]:
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
 
-_groups: dict[tuple[int, ...], Any] = {}
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def _group_of(ranks: tuple[int, ...], meshes: list[Any]) -> Any:
@@ -144,6 +167,8 @@ def _group_of(ranks: tuple[int, ...], meshes: list[Any]) -> Any:
     for mesh in meshes:
         if mesh.ndim == 1 and mesh.size() == len(ranks):
             return mesh.get_group()
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _groups[ranks]
+    world, group = _groups.get(ranks, (None, None))
+    if world is not dist.group.WORLD:  # none yet, or of a world that is no more
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _groups[ranks] = (dist.group.WORLD, group)
+    return group

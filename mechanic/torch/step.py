@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic import tuner
-from mechanic.torch import closures, vectors
-from mechanic.torch.measure import Parts, is_finite, measure, propose
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch import closures, sharding, vectors
+from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
 from mechanic.torch.modes import has_modes, own_view
 from mechanic.torch.rates import (
     Rate,
     at_base_rates,
+    has_risen,
     is_proportional,
     rate_of,
-    rise,
     typed_rates,
 )
 from mechanic.torch.sharding import Ranks, begin_sums
@@ -48,9 +48,12 @@ def step(
     proportional = is_proportional(base_step) and not rule.decays_after_base
     rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
     lrs = typed_rates(optimizer, mechanism.lrs)
+    risen = has_risen(lrs, mechanism.lrs)
+    waits = mechanism.is_starting or risen is not False
+    waits = waits and mechanism.options.s_init == "relative"
 
     with torch.no_grad():
-        parts = measure(optimizer, mechanism, batches, rates, rise(lrs, mechanism.lrs))
+        parts = measure(optimizer, mechanism, batches, rates, waits=waits)
         finish = begin_sums(ranks, parts)
     with torch.set_grad_enabled(recorded):
         before = [[param.clone() for param in batch.params] for batch in batches]
@@ -58,6 +61,9 @@ def step(
         parts = Parts(*finish())
         finite = is_finite(optimizer, mechanism, parts)
         skips = bool(batches) and _skips_by_itself(optimizer, base_step)
+        if mechanism.process_group is not None:  # its processes need not be alike
+            waits = risen = bool(parts.waits)
+            skips = False
         if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
             finite = bool(finite)  # the one host synchronisation, where the base needs it
             if not finite:
@@ -86,8 +92,13 @@ def step(
 
     origin = before if shown is None else shown
     with torch.no_grad():
+        if ranks is not None and (expected := expected_size(optimizer, batches)):
+            sharding.check_size(int(parts.d), expected)
         sums = _admit(optimizer, mechanism, batches, parts)
-        late = propose(mechanism, batches, origin, rates, recorded=recorded)
+        late = propose(mechanism, batches, origin, rates, waits=waits, recorded=recorded)
+        if waits:  # what it waits for, only the device may know
+            is_needed = (mechanism.updates < EXACT) | risen
+            late["uu"] = torch.where(is_needed, late["uu"], 0.0)
         if late:
             names, values = late.keys(), begin_sums(ranks, tuple(late.values()))()
             sums = sums._replace(**dict(zip(names, values, strict=True)))
@@ -195,7 +206,6 @@ def _admit(
         x1=mechanism.reference_square,
         d=mechanism.size,
         dd=parts.dd + torch.zeros_like(parts.dg),
-        rise=parts.rise / parts.processes,
         uu=torch.zeros_like(parts.dg),
     )
 

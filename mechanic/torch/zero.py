@@ -27,19 +27,30 @@ def check(optimizer: Any) -> None:
         )
 
 
-def carry(optimizer: Optimizer, mechanism: Mechanism) -> None:
-    """Let the outer optimizer's checkpoints carry the tuner."""
+class Carrier:
+    """Lets the outer optimizer's checkpoints carry the tuner, until it is let go."""
 
-    def publish(_: Optimizer) -> None:
-        checkpoint.publish(optimizer, mechanism)
+    def __init__(self, optimizer: Optimizer, mechanism: Mechanism) -> None:
+        self.optimizer, self._mechanism = optimizer, mechanism
+        self._handles = (
+            optimizer.register_state_dict_pre_hook(self._publish),
+            optimizer.register_load_state_dict_pre_hook(self._check),
+            optimizer.register_load_state_dict_post_hook(self._load, prepend=True),
+        )
 
-    def check_tuner(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        checkpoint.check_tuner(mechanism, checkpoint.tuner_in(state_dict["param_groups"]))
+    def let_go(self) -> None:
+        """The tuner is gone."""
+        for handle in self._handles:
+            handle.remove()
+        checkpoint.strip(self.optimizer)
 
-    def load(_: Optimizer) -> None:
-        checkpoint.load_tuner(mechanism, checkpoint.tuner_in(optimizer.param_groups))
-        mechanism.publish_rates(optimizer)
+    def _publish(self, _: Optimizer) -> None:
+        checkpoint.publish(self.optimizer, self._mechanism)
 
-    optimizer.register_state_dict_pre_hook(publish)
-    optimizer.register_load_state_dict_pre_hook(check_tuner)
-    optimizer.register_load_state_dict_post_hook(load, prepend=True)
+    def _check(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        checkpoint.check_tuner(self._mechanism, checkpoint.tuner_in(state_dict["param_groups"]))
+
+    def _load(self, _: Optimizer) -> None:
+        saved = checkpoint.tuner_in(self.optimizer.param_groups)
+        checkpoint.load_tuner(self._mechanism, saved)
+        self._mechanism.publish_rates(self.optimizer)

@@ -1,0 +1,124 @@
+"""The scripts under examples/, which know nothing of this library, run and tuned by `mechanic run`.
+
+The bound is on the number that a script prints last, the loss over its training set: with the lr
+typed 100 times too small and 100 times too large for the best of a sweep, `mechanic run` ends
+within a few percent of that best. The sweep is run here, around the best lr of the wider one in
+benchmarks/results/run_examples_cpu.md, which benchmarks/run_examples.py makes.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import pytest
+from run_examples import GRIDS, ROOT, sweep, tuned
+from running import Logged, call
+
+# Arguments with which a script takes some tens of steps, and the optimizers that it makes.
+QUICK = {
+    "plain_loop": ("--epochs", "1", "--batch-size", "512"),
+    "trainer": ("--epochs", "0.05"),
+    "lightning_module": ("--epochs", "2"),
+    "accelerate_loop": ("--epochs", "1", "--batch-size", "64"),
+    "grad_scaler": ("--epochs", "1", "--batch-size", "256"),
+    "accumulation": ("--epochs", "1", "--batch-size", "32"),
+    "gan": ("--epochs", "2"),
+}
+MADE = dict.fromkeys(QUICK, 1) | {"gan": 2}
+WEDGED = 1e-5  # an lr at which none of them would get anywhere
+
+FEW_PERCENT = 1.05
+# What differs from run to run: seconds, steps a second, and the length of a bar beside them.
+TIMES = re.compile(
+    r"'\w*(runtime|per_second)': '?[\d.e-]+'?|[\d.]+(s/it|it/s)|\d+:\d\d:\d\d|[━╸╺ ]+"
+)
+
+
+def test_these_are_the_examples_that_know_nothing_of_the_library():
+    scripts = (ROOT / "examples").glob("*.py")
+    unknowing = {path.stem for path in scripts if "mechani" not in path.read_text().lower()}
+    assert unknowing == QUICK.keys() == GRIDS.keys()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_runs_unmodified_and_is_tuned(name: str, tmp_path: Path):
+    script = str(ROOT / "examples" / f"{name}.py")
+    arguments = (script, *QUICK[name], "--lr", str(WEDGED))
+    plain = call(tmp_path, *arguments, python=True)
+    watched = call(tmp_path, "--dry-run", *arguments)
+    run = call(tmp_path, "--log", "log", *arguments)
+    for done in plain, watched, run:
+        assert done.returncode == 0, done.stderr
+    assert lines(watched.stdout) == lines(plain.stdout)
+    assert lines(run.stdout) != lines(plain.stdout)
+    made = Logged(tmp_path / "log").summary["optimizers"]
+    assert len(made) == MADE[name]
+    for one in made:
+        rows = Logged(tmp_path / "log").of(one["optimizer"])
+        assert one["status"] == "tuned"
+        assert len(rows) == one["steps"] >= 20
+        assert rows[-1]["scale"] > 3 * rows[0]["scale"] > 0
+
+
+def lines(output: str) -> list[str]:
+    """What a script printed, its timings aside."""
+    return [TIMES.sub(" ", line) for line in output.replace("\r", "\n").splitlines()]
+
+
+def test_a_module_that_a_package_ships(tmp_path: Path):
+    """Accelerate's own script: ten trainings, and assertions that they end at the same weights."""
+    module = "accelerate.test_utils.scripts.test_script"
+    done = call(tmp_path, "--log", "log", "-m", module)
+    assert done.returncode == 0, done.stderr
+    made = Logged(tmp_path / "log").summary["optimizers"]
+    assert len(made) == 10
+    for one in made:
+        assert (one["class"], one["status"]) == ("SGD", "tuned")
+        assert one["scale"]["high"] > 3 * one["scale"]["low"] > 0
+
+
+class Outcome(NamedTuple):
+    """As multiples of the loss at the best lr of the sweep, the means over the seeds."""
+
+    typed_too_small: float
+    typed_too_large: float
+    beside: float  # plain, at the worse of the lrs half a decade from the best
+
+
+def outcome(name: str, grid: Sequence[float], seeds: Sequence[int], *more: str) -> Outcome:
+    losses = sweep(name, grid, seeds, *more)
+    lrs = list(losses)
+    best = min(lrs, key=losses.__getitem__)
+    assert best not in (lrs[0], lrs[-1]), f"the grid of {name} must hold its best inside: {losses}"
+    small, large = (
+        fmean(tuned(name, typed, seed, *more).loss for seed in seeds)
+        for typed in (best / 100, best * 100)
+    )
+    beside = max(losses[lrs[lrs.index(best) + way]] for way in (-1, 1))
+    return Outcome(*(loss / losses[best] for loss in (small, large, beside)))
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "epochs"),
+    [("plain_loop", [0.01, 0.03, 0.1], "5"), ("grad_scaler", [0.03, 0.1, 0.3], "4")],
+)
+def test_a_wrong_lr_ends_near_the_best_of_a_sweep(name: str, grid: list[float], epochs: str):
+    found = outcome(name, grid, [0], "--epochs", epochs)
+    assert max(found.typed_too_small, found.typed_too_large) < FEW_PERCENT
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(GRIDS.keys() - {"gan"}))
+def test_a_wrong_lr_ends_near_the_best_over_three_seeds(name: str):
+    found = outcome(name, GRIDS[name], seeds=range(3))
+    assert max(found.typed_too_small, found.typed_too_large) < FEW_PERCENT
+
+
+@pytest.mark.nightly
+def test_a_gan_typed_wrong_draws_no_worse_than_one_typed_half_a_decade_off():
+    """Neither of its losses says how good it is. The distance that does is 30 % above the best of
+    the sweep: no few percent, but as good as an lr within a factor of three of the best."""
+    found = outcome("gan", GRIDS["gan"], seeds=range(3))
+    assert max(found.typed_too_small, found.typed_too_large) < found.beside
