@@ -217,6 +217,33 @@ def test_presets_with_their_decay(pools, preset):
 # Engines that hand out plain tensors
 
 
+def run_fsdp1_that_ignores_a_layer(rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = make_model()
+    ignored = model[5]
+    model = FullyShardedDataParallel(
+        model, ignored_modules=[ignored], use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = mechanize(BASES["AdamW"](model.parameters()), process_group=model.process_group)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, rank, 2).backward()
+        for param in ignored.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+        optimizer.step()
+    return float(tuner(optimizer).scale), int(optimizer._mechanic.size)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_fsdp1_ignores_counts_once(pools):
+    size = sum(param.numel() for param in make_model().parameters())
+    for scale, counted in pools[2].run(run_fsdp1_that_ignores_a_layer):
+        assert counted == size
+        assert scale == pytest.approx(alone("AdamW")[1], rel=SCALE_BOUND)
+
+
 def run_fsdp1(rank, use_orig_params):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -301,6 +328,60 @@ def run_zero_with_fewer_parameters_than_ranks(rank):
     return full(weights), float(tuner(optimizer).scale), tuner(optimizer).agrees()
 
 
+def zero_meets_a_nan(rank, fused):
+    """One rank holds everything, the other nothing; a skipped step among the first ten."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = mechanize(
+        ZeroRedundancyOptimizer([weights], torch.optim.AdamW, lr=1.0, fused=fused)
+    )
+    for step in range(30):
+        weights.grad = weights.detach() - 2
+        if step in (3, 20):
+            weights.grad[0] = math.nan
+        optimizer.step()
+    assert tuner(optimizer).agrees()
+    return full(weights), float(tuner(optimizer).scale)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_nan_where_one_rank_has_no_parameter(pools, fused):
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = mechanize(torch.optim.AdamW([weights], lr=1.0))
+    for _ in range(28):
+        weights.grad = weights.detach() - 2
+        optimizer.step()
+    for found, scale in pools[2].run(zero_meets_a_nan, fused):
+        assert scale == pytest.approx(float(tuner(optimizer).scale), rel=SCALE_BOUND)
+        torch.testing.assert_close(found, weights.detach())
+
+
+def detach_zero(rank):
+    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    optimizer = zero_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    mechanize(optimizer)
+    train(model, optimizer, rank, 2)
+    scale = float(tuner(optimizer).scale)
+    plain = tuner(optimizer).detach()
+    assert plain is optimizer
+    assert type(optimizer.optim) is torch.optim.AdamW
+    train(model, optimizer, rank, 2, start=STEPS, stop=STEPS + 1)
+    rates = [own.param_groups[0]["lr"] for own in (optimizer, optimizer.optim)]
+    optimizer.consolidate_state_dict()
+    left = "mechanic" in optimizer.state_dict()["param_groups"][0] if rank == 0 else False
+    return scale, rates, scheduler.base_lrs, left
+
+
+def test_zero_is_given_back_with_the_learned_lr(pools):
+    for scale, rates, base_lrs, left in pools[2].run(detach_zero):
+        assert 0 < scale < 0.5
+        assert rates == [scale, scale]
+        assert base_lrs == [scale]
+        assert not left
+
+
 def test_ranks_without_a_parameter(pools):
     weights = torch.nn.Parameter(torch.ones(3))
     optimizer = mechanize(torch.optim.SGD([weights], lr=1.0))
@@ -339,6 +420,51 @@ def run_stages(rank):
 def test_pipeline_stages_with_an_optimizer_each(pools):
     (first, scale), (second, _) = pools[2].run(run_stages)
     assert_alike((first + second, scale), alone("AdamW"))
+
+
+def run_stages_of_shards(rank):
+    """Two stages of two ranks each, FSDP2 within a stage, over one group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    number = mesh["stage"].get_local_rank()
+    stage = torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        for index, param in enumerate(stage.parameters()):
+            param.copy_(stage_values(number, index, param.shape))
+    fully_shard(stage, mesh=mesh["data"])
+    lr = (0.1, 1.0)[number]
+    optimizer = mechanize(
+        torch.optim.SGD(stage.parameters(), lr=lr), process_group=dist.group.WORLD
+    )
+    for _ in range(30):
+        for param in stage.parameters():
+            param.grad = param.detach() - 1
+        optimizer.step()
+    return result(stage, optimizer)
+
+
+def stage_values(number, index, shape):
+    draw = torch.Generator().manual_seed(10 * number + index)
+    return torch.randn(shape, generator=draw)
+
+
+def test_stages_that_are_sharded_and_have_rates_of_their_own(pools):
+    stages = [
+        [torch.nn.Parameter(stage_values(number, 0, (3, 5))),
+         torch.nn.Parameter(stage_values(number, 1, (3,)))]
+        for number in range(2)
+    ]  # fmt: skip
+    groups = [{"params": own, "lr": lr} for own, lr in zip(stages, (0.1, 1.0), strict=True)]
+    optimizer = mechanize(torch.optim.SGD(groups))
+    for _ in range(30):
+        for param in stages[0] + stages[1]:
+            param.grad = param.detach() - 1
+        optimizer.step()
+    for rank, found in enumerate(pools[4].run(run_stages_of_shards)):
+        own = [param.detach() for param in stages[rank // 2]]
+        assert_alike(found, (own, float(tuner(optimizer).scale)))
 
 
 # Checkpoints

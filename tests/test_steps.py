@@ -164,6 +164,21 @@ def test_a_warm_up_from_almost_0(base: Base, start_factor: float) -> None:
     assert problem.total() < 0.5 * start
 
 
+@pytest.mark.parametrize("base", [b for b in BASES if b.id in ("AdamW", "SGD-momentum")], ids=str)
+def test_a_group_whose_lr_is_raised_late(base: Base) -> None:
+    """Layers that are unfrozen one by one: what is known of the others is not lost."""
+    problem = make_problem(base)
+    first, *rest = problem.params
+    groups = [{"params": rest, "lr": 1.0}, {"params": [first], "lr": 1e-4}]
+    opt = mechanize(base.factory(groups, lr=1.0))
+    train(opt, problem, 60)
+    assert_moved(opt)
+    before = float(tuner(opt).scale)
+    opt.param_groups[1]["lr"] = 1.0
+    train(opt, problem, 1, start=60)
+    assert float(tuner(opt).scale) > before / 3
+
+
 @scheduled_bases
 def test_a_warm_up_from_0(base: Base) -> None:
     problem = make_problem()
