@@ -283,3 +283,40 @@ def test_help_is_for_the_script_after_its_name(tmp_path: Path) -> None:
     )
     assert "mechanic run [options] (SCRIPT | -m MODULE) [its arguments]" in helped.stdout
     assert "--freeze-after" in helped.stdout
+
+
+def test_one_that_goes_on_from_a_checkpoint_is_not_said_never_to_have_grown(
+    tmp_path: Path,
+) -> None:
+    write(
+        tmp_path,
+        """
+        import os
+
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        if os.path.exists("saved.pt"):
+            saved = torch.load("saved.pt", weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        train(model, optimizer, steps=40)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "saved.pt")
+        """,
+    )
+    first, second = (call(tmp_path, "--log", name, "train.py") for name in "ab")
+    assert "  ramp " in first.stderr
+    assert "it had learned before" in second.stderr
+    assert "never grew" not in second.stderr
+    rows = [Logged(tmp_path / name).of("AdamW") for name in "ab"]
+    assert rows[1][0]["scale"] > 0.5 * rows[0][-1]["scale"] > 0
+
+
+def test_a_package_of_the_same_name_is_named(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    write(own, "", name="mechanic.py", training=False)
+    write(own, "model = make_model()\ntrain(model, torch.optim.SGD(model.parameters(), 0.1))")
+    done = call(tmp_path, "own/train.py")
+    assert done.returncode == 0
+    assert "rename it" in done.stderr
+    assert "made no torch optimizer" not in done.stderr

@@ -38,7 +38,7 @@ class Findings:
     scale: Spread | None
     """None where no scale was learned"""
     ramp: int | None
-    """Steps until the scale first reached half of what it came to"""
+    """Steps until the scale first reached half of what it came to; None for one that was loaded"""
     suggested: tuple[float, ...]
     """The lr to type, one a group; empty where nothing was learned"""
     skipped: int
@@ -58,9 +58,9 @@ def find(track: Track) -> Findings:
     settled = weighted_median(_since(rows, ramp))
     spread = Spread(scales[-1], weighted_median(_weighted(rows)), min(scales), max(scales))
     warnings = tuple(_warn(track, rows, skipped))
-    return Findings(
-        typed, name, spread, ramp, tuple(settled * lr for lr in typed), skipped, warnings
-    )
+    suggested = tuple(settled * lr for lr in typed) if track.steps >= _FEW else ()
+    shown = None if track.resumed else ramp
+    return Findings(typed, name, spread, shown, suggested, skipped, warnings)
 
 
 def _typed(groups: Sequence[Rates]) -> tuple[tuple[float, ...], str]:
@@ -128,7 +128,7 @@ def _warn(track: Track, rows: Sequence[Row], skipped: int) -> Iterable[str]:
             f"{', and ended there' if at[-1] == rows[-1].step else ''}. The lr was held back: "
             "raise --max-scale, or type a larger lr."
         )
-    elif highest < _GREW * rows[0].scale:
+    elif highest < _GREW * rows[0].scale and not track.resumed:
         yield (
             "the scale never grew: along its own updates the loss did not fall. Look for a loss "
             "that does not depend on the parameters, labels that do not belong to the inputs, or "

@@ -64,7 +64,7 @@ class Watch:
             return
         try:
             if len(optimizer.param_groups) != self._groups:
-                self._meet(optimizer)
+                self._meet(optimizer, mechanism)
             self._write_row(optimizer, mechanism)
         except Exception as error:  # a full disk, say; training goes on
             self._mute(error)
@@ -106,16 +106,18 @@ class Watch:
         else:  # it may turn out to be the last one
             self._files.last.replace(row)
 
-    def _meet(self, optimizer: Optimizer) -> None:
+    def _meet(self, optimizer: Optimizer, mechanism: Any) -> None:
         """At the first step, when schedulers have noted the lr they start from, and whenever there
         are new groups."""
         if not self._groups and _is_another_rank():
             self._tell({"event": "another rank"})
             self._spool = self._files = None
             return
+        event: dict[str, Any] = {"event": "groups", "step": self.steps}
+        if not self._groups:  # a checkpoint may have been loaded
+            event["resumed"] = mechanism is not None and int(mechanism.updates) > 1
         self._groups = len(optimizer.param_groups)
-        rates = [_rates(group) for group in optimizer.param_groups]
-        self._tell({"event": "groups", "step": self.steps, "groups": rates})
+        self._tell(event | {"groups": [_rates(group) for group in optimizer.param_groups]})
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._spool is None or not is_first_rank() or (not self._files and _is_another_rank()):

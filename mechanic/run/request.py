@@ -206,7 +206,10 @@ def _check_log(log: Path | None) -> None:
 
 
 def _names(given: list[str]) -> tuple[str, ...]:
-    return tuple(name for names in given for name in names.split(",") if name)
+    names = tuple(name for names in given for name in names.split(","))
+    if "" in names:
+        raise ValueError(f"--only and --skip take names of classes, got {','.join(given)!r}.")
+    return names
 
 
 def _tuner(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class Track:
     max_scale: float = float("inf")
     betas: list[float] = field(default_factory=list)
     groups: list[Rates] = field(default_factory=list)
+    resumed: bool = False
+    """Whether it had learned before its first step here: from a checkpoint, or before a fork"""
     rows: list[Row] = field(default_factory=list)
     """Thinned, and without the last step if that one was left out"""
     last: Row | None = None
@@ -34,6 +36,7 @@ class Track:
     def read(self, event: dict[str, Any]) -> None:
         """Take in what the process tells."""
         self.groups = event["groups"]
+        self.resumed = event.get("resumed", self.resumed)
         if event["event"] == "made":
             self.name, self.status = event["optimizer"], event["status"]
             self.reason, self.max_scale = event["reason"], event["max_scale"]
@@ -101,6 +104,11 @@ class Spool:
     def tracks(self) -> list[Track]:
         """The optimizers so far, in the order in which they were made."""
         return [track for stem, track in sorted(self._tracks.items()) if stem not in self._silent]
+
+    @property
+    def failures(self) -> list[str]:
+        """What went wrong in processes of the script before there was anything to note."""
+        return sorted({path.read_text() for path in self._folder.glob("*.failed")})
 
     def poll(self) -> list[tuple[Track, list[dict[str, Any]], list[Row]]]:
         """What is new: of each optimizer the events and the rows."""

@@ -58,7 +58,9 @@ def _status(track: Track) -> str:
     return f"{track.label}  step {latest.step:,}  {rate}{scale}  lr {lr}"
 
 
-def as_text(ending: Ending, tracks: Sequence[Track], trouble: Sequence[str]) -> str:
+def as_text(
+    ending: Ending, tracks: Sequence[Track], trouble: Sequence[str], failures: Sequence[str] = ()
+) -> str:
     """The summary, for a terminal."""
     took = _duration(ending.ended - ending.started)
     name = " ".join(ending.request.shown[: 2 if ending.request.shown[0] == "-m" else 1])
@@ -68,13 +70,13 @@ def as_text(ending: Ending, tracks: Sequence[Track], trouble: Sequence[str]) -> 
     for track in stepped:
         where = f", process {track.process}" if several else ""
         lines += ["", *_optimizer_lines(track, find(track), where)]
-    if not any(track.steps for track in tracks):
+    if not any(track.steps for track in tracks) and not failures:
         lines += _wrapped(_why_nothing(tracks), "  ! ")
     unmatched = [name for name in ending.request.only if not _matched(name, tracks)]
     for pattern in unmatched:
         made = ", ".join(sorted({track.name for track in tracks})) or "none"
         lines += _wrapped(f"--only {pattern} matched no optimizer; made were: {made}.", "  ! ")
-    for text in trouble:
+    for text in (*failures, *trouble):
         lines += _wrapped(text, "  ! ")
     if ending.request.log:
         lines += ["", f"log: {ending.request.log}"]
@@ -103,7 +105,10 @@ def _optimizer_lines(track: Track, found: Findings, where: str) -> list[str]:
     if _is_scheduled(track):
         rows.append(("lr in force", _in_force(track)))
     if found.ramp is not None:
-        rows.append(("ramp", f"{found.ramp:,} steps to half the scale it came to"))
+        steps = f"{found.ramp:,} step{'' if found.ramp == 1 else 's'}"
+        rows.append(("ramp", f"{steps} to half the scale it came to"))
+    elif track.resumed:
+        rows.append(("ramp", "none: it had learned before, from a checkpoint"))
     if found.scale is not None:
         rows.append(("skipped", f"{found.skipped:,} steps with NaN or inf in the gradients"))
     if found.suggested:

@@ -125,7 +125,8 @@ class Supervisor:
         if self._request.plot:
             self._guard(self._draw)
         if not self._request.quiet:
-            text = as_text(ending, self._spool.tracks, list(self._trouble))
+            failures = self._spool.failures
+            text = as_text(ending, self._spool.tracks, list(self._trouble), failures)
             with contextlib.suppress(OSError):  # nobody may be there to read it
                 sys.stderr.write(text)
                 sys.stderr.flush()

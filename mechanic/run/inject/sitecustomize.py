@@ -64,7 +64,21 @@ def _tell(module: ModuleType) -> None:
                 sys.path.remove(_ROOT)
         getattr(adopt, _WAITED_FOR[module.__name__])(module)
     except Exception as error:  # the script must run, tuned or not
-        sys.stderr.write(f"mechanic run: nothing is tuned in this process: {error!r}\n")
+        _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    import json
+
+    text = f"nothing is tuned in process {os.getpid()}: {error!r}"
+    other = getattr(sys.modules.get("mechanic"), "__file__", None)
+    if isinstance(error, ModuleNotFoundError) and other is not None:
+        text += f". {other} stands in the way of this package: rename it"
+    sys.stderr.write(f"mechanic run: {text}\n")
+    spool = json.loads(os.environ["MECHANIC_RUN"])["spool"]
+    if spool is not None:
+        with open(os.path.join(spool, f"{os.getpid()}.failed"), "w", encoding="utf-8") as file:
+            file.write(text + ".")
 
 
 def _run_next() -> None:
