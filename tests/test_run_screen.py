@@ -21,6 +21,14 @@ ROWS, COLUMNS = 24, 80
 REGION = re.compile(rb"\x1b\[(\d*)(?:;(\d*))?r")
 
 
+# Makes the terminal that of its session, and becomes what is to run there.
+LEAD = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Terminal:
     """A terminal with a process in its foreground."""
 
@@ -31,14 +39,11 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self.output = b""
 
-        def lead() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
+        command = [sys.executable, "-c", LEAD, *MECHANIC, "run", *arguments]
         self.process = subprocess.Popen(
-            [*MECHANIC, "run", *arguments], cwd=folder, env=environment(TERM=term), stdin=slave,
+            command, cwd=folder, env=environment(TERM=term), stdin=slave,
             stdout=streams.get("stdout", slave), stderr=streams.get("stderr", slave),
-            preexec_fn=lead,
+            start_new_session=True,
         )  # fmt: skip
         os.close(slave)
 
