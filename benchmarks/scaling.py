@@ -38,11 +38,14 @@ def make_params(tensors: int) -> list[torch.nn.Parameter]:
     for index in range(tensors):
         whole = torch.randn(rows, 64, generator=torch.Generator().manual_seed(index))
         part = whole.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
-        spread = DTensor.from_local(
-            part, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
+        weights, gradient = (
+            DTensor.from_local(
+                own, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
+            )
+            for own in (part, part.roll(1) / 10)
         )
-        made.append(torch.nn.Parameter(spread))
-        made[-1].grad = torch.randn_like(spread) / 10
+        made.append(torch.nn.Parameter(weights))
+        made[-1].grad = gradient
     return made
 
 
