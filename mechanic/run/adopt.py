@@ -67,10 +67,12 @@ class Process:
 
     def _tune_shards(self, wrapper: Any) -> None:
         """ZeRO's inner optimizers are one over all processes, which only the wrapper knows."""
+        from mechanic.torch.attach import take_off
+
         inner: Any = getattr(wrapper, "optim", None)
         watch = self._watches.get(inner) if _is_zero(wrapper) and inner is not None else None
         if watch is not None and watch.status == "tuned" and self.mechanize is not None:
-            _undo(inner)
+            take_off(inner)
             try:
                 self.mechanize(wrapper, **self.settings.tuner)
             except ValueError as error:
@@ -102,11 +104,13 @@ class Process:
 
     def mechanize_by_script(self, optimizer: Any, *args: Any, **options: Any) -> Any:
         """`mechanize` as the script calls it: what it asks for goes before what we did."""
+        from mechanic.torch.attach import take_off
+
         assert self.mechanize is not None
         inner = optimizer.optim if _is_zero(optimizer) else optimizer
         watch = self._watches.get(inner) if isinstance(inner, Optimizer) else None
         if watch is not None and watch.status == "tuned" and not watch.steps:
-            _undo(inner)
+            take_off(inner)
         made = self.mechanize(optimizer, *args, **options)
         if watch is not None:
             watch.describe(inner, "own", "")
@@ -214,15 +218,3 @@ def _is_zero(optimizer: Any) -> bool:
     from mechanic.torch.zero import is_zero
 
     return is_zero(optimizer)
-
-
-def _undo(optimizer: Any) -> None:
-    """Make an optimizer that has not stepped plain again, as if nobody had mechanized it."""
-    from mechanic.torch import checkpoint
-    from mechanic.torch.attach import MECHANISM, rewrap_step
-
-    checkpoint.strip(optimizer)
-    delattr(optimizer, MECHANISM)
-    optimizer.__class__ = type(optimizer)._base
-    optimizer._patch_step_function()
-    rewrap_step(optimizer)

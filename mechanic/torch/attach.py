@@ -183,12 +183,22 @@ def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
     optimizer._patch_step_function()
-    rewrap_step(optimizer)
+    _rewrap_step(optimizer)
     mechanism.publish_rates(optimizer)
     checkpoint.publish(optimizer, mechanism)
 
 
-def rewrap_step(optimizer: Optimizer) -> None:
+def take_off(optimizer: Any) -> None:
+    """Make a mechanized optimizer one of its own class again, with its own state; what was learned
+    is gone."""
+    checkpoint.strip(optimizer)
+    delattr(optimizer, MECHANISM)
+    optimizer.__class__ = type(optimizer)._base
+    optimizer._patch_step_function()
+    _rewrap_step(optimizer)
+
+
+def _rewrap_step(optimizer: Optimizer) -> None:
     """Make a scheduler's patch of `optimizer.step` call the step of the present class.
 
     A scheduler replaces `step` on the instance by a function that notes the call (`_opt_called`)

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import COUNTERS, DISPLACEMENT, EFFECTIVE_LR, Mechanism
+from mechanic.torch.mechanism import COUNTERS, DISPLACEMENT, EFFECTIVE_LR, SCALARS, Mechanism
 
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
-_SCALARS = ("scale", "share", "signal", "reference_square", "size")
 # Entries of torch's optimizers (and Lion's) that have their parameter's shape.
 _SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
 
@@ -112,7 +111,7 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
     return {
         "preset": mechanism.options.preset,
         **{name: value.tolist() for name, value in mechanism.state._asdict().items()},
-        **{name: getattr(mechanism, name).tolist() for name in _SCALARS},
+        **{name: getattr(mechanism, name).tolist() for name in SCALARS},
         "lrs": [float(lr) for lr in mechanism.lrs],
         "frozen": mechanism.frozen,
         **{name: getattr(mechanism, name).tolist() for name in COUNTERS},
@@ -135,7 +134,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
         return
     state = mechanism.state
     mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
-    for name in (*_SCALARS, *COUNTERS):
+    for name in (*SCALARS, *COUNTERS):
         setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
     mechanism.lrs, mechanism.frozen = list(saved["lrs"]), saved["frozen"]
     mechanism.resume_at(saved["updates"])
@@ -157,7 +156,7 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Refuse a tuner that is not of the same kind."""
     if not saved:
         return
-    expected = {"preset", *tuner.State._fields, *_SCALARS, *COUNTERS, "lrs", "frozen"}
+    expected = {"preset", *tuner.State._fields, *SCALARS, *COUNTERS, "lrs", "frozen"}
     missing = sorted(expected - saved.keys())
     if missing:
         raise ValueError(

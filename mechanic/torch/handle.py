@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.optim import ASGD, Optimizer, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from mechanic.torch import checkpoint
-from mechanic.torch.attach import MECHANISM, Mechanized, rewrap_step
+from mechanic.torch.attach import MECHANISM, Mechanized, take_off
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
 from mechanic.torch.sharding import agree
@@ -140,11 +139,7 @@ class Tuner:
         if has_modes(base):
             with torch.no_grad():
                 hand_over(optimizer, self._mechanism)
-        checkpoint.strip(optimizer)
-        delattr(optimizer, MECHANISM)
-        optimizer.__class__ = base
-        optimizer._patch_step_function()
-        rewrap_step(optimizer)
+        take_off(optimizer)
         outer = optimizer
         if carrier is not None:  # the optimizer is one part of another, which users hold
             carrier.let_go()

@@ -28,7 +28,7 @@ EXACT = 10
 """The norm of the update itself is waited for in so many steps, when what a base does is least like
 what it did the step before: a warm-up from 0, a first batch without a gradient."""
 
-
+SCALARS = ("scale", "share", "signal", "reference_square", "size")
 COUNTERS = ("steps", "updates", "skipped", "skipped_in_a_row")
 
 NO_PICKLE = (
@@ -93,7 +93,7 @@ class Mechanism:
             return
         dtype = vectors.scalar_dtype(home)
         self.state = tuner.State(*(value.to(home, dtype) for value in self.state))
-        for name in ("scale", "share", "signal", "reference_square", "size"):
+        for name in SCALARS:
             setattr(self, name, getattr(self, name).to(home, dtype))
         for name in COUNTERS:
             setattr(self, name, getattr(self, name).to(home))
