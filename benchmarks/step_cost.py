@@ -1,53 +1,80 @@
 """The cost of a mechanized step, as a ratio to the step of its base.
 
-    python benchmarks/step_cost.py                    # on the CPU, one thread
-    python benchmarks/step_cost.py --device cuda      # on a GPU
-    python benchmarks/step_cost.py --output FILE.md   # write the table there too
+    python benchmarks/step_cost.py                               # on the CPU, one thread
+    python benchmarks/step_cost.py --device cuda --whole-step    # on a GPU: all there is
+    python benchmarks/step_cost.py --device cuda --cases 124M --methods mechanic black-box
+    python benchmarks/step_cost.py --device cuda --cases --whole-step    # training steps alone
+    python benchmarks/step_cost.py --output FILE.md              # write the tables there too
 
-Each row is measured in one run, in rounds: a round times one step of every method, so that what
-else the machine does falls on all of them alike. The ratio is the median over the rounds of a
-method's time over its base's in the same round.
+All is measured in one run, in rounds: a round times one step of every method, so that what else
+the machine does falls on all of them alike. The ratio is the median over the rounds of a method's
+time over its base's in the same round. On a GPU the clock runs from before the host's first call
+to the end of the last kernel, and the gradients are drawn anew in each round.
 """
 
 import argparse
 import datetime
+import math
 import platform
+import random
 import statistics
 import subprocess
-import time
-from collections.abc import Callable
-from importlib.metadata import version
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
 
 import torch
+from gpu_cases import (
+    FIRST,
+    GPT2,
+    PADDED,
+    ROWS,
+    SEED,
+    WHOLE,
+    Gradients,
+    Method,
+    Params,
+    Result,
+    Row,
+    Shapes,
+    Work,
+    clock,
+    copy_bandwidth,
+    free_memory,
+    loss,
+    shapes,
+    start,
+    training_steps,
+)
 from torch.optim import SGD, AdamW, Optimizer
 
 from mechanic.torch import mechanize
 
-Params = list[torch.nn.Parameter]
-Method = Callable[[Params], Optimizer]
+Emit = Callable[..., None]
+
+WARM_UP = {"cpu": 3, "cuda": FIRST}
+TOKENS = (32, 1024)
+RUN = 3  # whole training steps that are timed at once: the host works ahead of the GPU
 
 # name: the shapes of the parameters
-CASES: dict[str, dict[str, list[tuple[int, ...]]]] = {
+CASES: dict[str, dict[str, Shapes]] = {
     "cpu": {
         "25M in 100 tensors": [(500, 500)] * 100,
         "25M in 4 tensors": [(2500, 2500)] * 4,
         "0.5M in 500 tensors": [(1000,)] * 500,
     },
     "cuda": {
-        "GPT-2 124M in 148 tensors": [
-            (50257, 768),
-            (1024, 768),
-            *[(768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,)] * 12,
-            *[(3072, 768), (3072,), (768, 3072), (768,)] * 12,
-            *[(768,), (768,)],
-        ],
-        "1M in 1,000 tensors": [(1000,)] * 1000,
+        "124M": shapes(768, 12),
+        "1.56B": shapes(1600, 48),
+        "1M": [(1000,)] * 1000,
     },
 }
 
 
 def methods() -> dict[str, dict[str, Method]]:
-    """Each base with what is measured against it, the base itself first."""
+    """On a CPU: each base with what is measured against it, the base itself first."""
     import mechanic_pytorch
     import prodigyopt
 
@@ -75,52 +102,221 @@ def methods() -> dict[str, dict[str, Method]]:
     }
 
 
-def make_params(shapes: list[tuple[int, ...]], device: str) -> Params:
-    generator = torch.Generator(device).manual_seed(0)
+def make_params(case: Shapes, device: str) -> Params:
+    generator = torch.Generator(device).manual_seed(SEED)
     params = []
-    for shape in shapes:
+    for shape in case:
         param = torch.nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
         param.grad = torch.randn(shape, generator=generator, device=device) * 1e-3
         params.append(param)
     return params
 
 
-def time_step(optimizer: Optimizer, device: str) -> float:
-    if device == "cpu":
-        begin = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin_event.record()
-    optimizer.step()
-    end_event.record()
-    torch.cuda.synchronize()
-    return begin_event.elapsed_time(end_event) / 1e3
+def in_rounds(
+    works: dict[str, Work],
+    device: str,
+    rounds: int,
+    warm_up: int,
+    begin_round: Callable[[], object] = lambda: None,
+) -> dict[str, list[list[float]]]:
+    """The times of each work, a list for each of its parts, which are run one after another."""
+    times: dict[str, list[list[float]]] = {name: [[] for _ in works[name]] for name in works}
+    order, chance = list(works), random.Random(SEED)
+    for turn in range(warm_up + rounds):
+        begin_round()
+        chance.shuffle(order)  # none always follows the same other
+        for name in order:
+            for part, kept in zip(works[name], times[name], strict=True):
+                seconds = clock(part, device)
+                if turn >= warm_up:
+                    kept.append(seconds)
+    return times
 
 
-def measure(
-    optimizers: dict[str, Optimizer], device: str, rounds: int
-) -> dict[str, tuple[float, float]]:
-    """The median time and the median ratio of each method."""
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    for turn in range(rounds + 3):
-        for name, optimizer in optimizers.items():
-            seconds = time_step(optimizer, device)
-            if turn >= 3:  # the first three warm up
-                times[name].append(seconds)
-    ratios = {n: [t / b for t, b in zip(ts, times["base"], strict=True)] for n, ts in times.items()}
-    return {n: (statistics.median(times[n]), statistics.median(ratios[n])) for n in optimizers}
+def ratios(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """The median over the rounds, and what the middle half lies between."""
+    own = sorted(time / other for time, other in zip(times, base, strict=True))
+    quarter = len(own) // 4
+    return statistics.median(own), own[quarter], own[-1 - quarter]
 
 
-def environment(device: str, rounds: int) -> list[str]:
-    hardware = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "mechanic-pytorch", "prodigyopt"))
+def show_ratio(times: list[float], base: list[float]) -> str:
+    """Two cells of a table."""
+    middle, low, high = (f"{r:.1f}" if r >= 10 else f"{r:.3f}" for r in ratios(times, base))
+    return f"{middle}× | {low} – {high}"
+
+
+def cpu_table(rounds: int, emit: Emit) -> None:
+    columns = ("mechanic", "mechanic-pytorch", "Prodigy")
+    emit(f"| parameters | base | ms | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|")
+    for case, sizes in CASES["cpu"].items():
+        for base, variants in methods().items():
+            made = {n: make(make_params(sizes, "cpu")) for n, make in variants.items()}
+            works = {n: [optimizer.step] for n, optimizer in made.items()}
+            times = in_rounds(works, "cpu", rounds, WARM_UP["cpu"])
+            own = {n: parts[0] for n, parts in times.items()}
+            cells = [f"{ratios(own[n], own['base'])[0]:.2f}×" if n in own else "–" for n in columns]
+            median = statistics.median(own["base"]) * 1e3
+            emit(f"| {case} | {base} | {median:.2f} | {' | '.join(cells)} |")
+
+
+def groups(names: Iterable[str], room: float) -> list[list[str]]:
+    """Split the methods into what fits in `room` words a parameter, each with its base."""
+    made: list[list[str]] = []
+    for name in names:
+        both = dict.fromkeys([ROWS[name].base, name])
+        joined = list(dict.fromkeys(made[-1] if made else []) | both)
+        kept = sum(ROWS[n].kept for n in joined) + max(ROWS[n].passing for n in joined)
+        if made and kept + 1 <= room:  # 1: the gradients
+            made[-1] = joined
+        else:
+            made.append(list(both))
+    return made
+
+
+def measure_group(
+    names: list[str], case: Shapes, rounds: int, device: str
+) -> dict[str, Result | str]:
+    """Time methods that fit into the memory at once; of one that fails, its error."""
+    gradients = Gradients(case, device)
+    works: dict[str, Work] = {}
+    results: dict[str, Result | str] = {}
+    for name in names:
+        try:
+            works[name], results[name] = start(ROWS[name], gradients, device)
+        except Exception as error:  # whatever a package raises must not cost the others their run
+            traceback.print_exc()
+            results[name] = f"failed: {type(error).__name__}"
+        free_memory()
+    for name, parts in in_rounds(works, device, rounds, 2, gradients.draw).items():
+        results[name].steps = parts.pop()
+        results[name].backwards = parts.pop() if parts else []
+    return results
+
+
+def gpu_table(
+    case: str, names: Iterable[str], rounds: int, copy: float, emit: Emit, device: str = "cuda"
+) -> None:
+    """All rows of a case, those of a group as soon as they are measured, and what else was seen."""
+    sizes = CASES["cuda"][case]
+    size = sum(map(math.prod, sizes))
+    emit(f"## {case} parameters in {len(sizes):,} tensors", "")
+    emit("| method | over | ms | ratio | middle half | bytes | of a copy | state | peak | first |")
+    emit("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    lacking = {name: reason for name in names if (reason := ROWS[name].lacks())}
+    room = torch.cuda.mem_get_info()[0] * 0.92 / 4 / size if device == "cuda" else math.inf
+    told: set[str] = set()
+    notes = []
+    for group in groups([name for name in names if name not in lacking], room):
+        results = measure_group(group, sizes, rounds, device)
+        free_memory()
+        for name in group:
+            row, own = ROWS[name], results[name]
+            if name not in told:
+                emit(show_row(row, own, results[row.base], size, copy))
+            elif isinstance(own, Result):
+                ms = statistics.median(own.steps) * 1e3
+                notes.append(f"{row.label}: {ms:.2f} ms in the rounds with {ROWS[group[-1]].label}")
+            if row.arrives and isinstance(own, Result):
+                ms = statistics.median(own.backwards) * 1e3
+                notes.append(
+                    f"{row.label}: {ms:.2f} ms for the backward pass that brings the gradients, "
+                    f"{own.plain_backward * 1e3:.2f} before it took sums"
+                )
+        told.update(group)
+    for name, reason in lacking.items():
+        emit(show_row(ROWS[name], reason, reason, size, copy))
+    emit("", *(f"- {note}" for note in notes), *[""] * bool(notes))
+
+
+def show_row(row: Row, own: Result | str, base: Result | str, size: int, copy: float) -> str:
+    over = ROWS[row.base].label
+    cells = [row.label, "–" if row.label == over else over]
+    if isinstance(own, str):
+        return f"| {' | '.join([*cells, '–', own, *['–'] * 6])} |"
+    seconds = statistics.median(own.steps)
+    ratio = show_ratio(own.steps, base.steps) if isinstance(base, Result) else "– | –"
+    cells += [f"{seconds * 1e3:.2f}", ratio]
+    if row.words is None:
+        cells += ["–", "–"]
+    else:
+        cells += [f"{4 * row.words:g}", f"{4 * row.words * size / seconds / copy:.0%}"]
+    cells += ["–"] * 3 if own.memory is None else [f"{value:.1f}" for value in own.memory]
+    return f"| {' | '.join(cells)} |"
+
+
+def whole_step(
+    rounds: int,
+    emit: Emit,
+    device: str = "cuda",
+    tokens: tuple[int, int] = TOKENS,
+    **shape: int,
+) -> None:
+    """Whole training steps of GPT-2; the methods have a model each, of the same weights."""
+    emit("## A whole training step of GPT-2", "")
+    emit("| method | ms | ratio | middle half |", "|---|---:|---:|---:|")
+    lacking = {name: reason for name in WHOLE if (reason := ROWS[name].lacks())}
+    ids = torch.zeros((tokens[0], tokens[1] + 1), dtype=torch.int64, device=device)
+    chance = torch.Generator(device).manual_seed(SEED)
+    compiled = torch.compile(loss, dynamic=False)
+    works: dict[str, Work] = {}
+    for name in WHOLE:
+        if name not in lacking:
+            torch.manual_seed(SEED)
+            with torch.device(device):
+                model = GPT2(**shape)
+            optimizer = ROWS[name].make(list(model.parameters()))
+            works[name] = [training_steps(model, optimizer, compiled, ids, RUN)]
+    vocabulary = shape.get("vocabulary", PADDED)
+    times = in_rounds(
+        works,
+        device,
+        rounds,
+        math.ceil(WARM_UP["cuda"] / RUN),
+        lambda: ids.random_(0, vocabulary, generator=chance),
+    )
+    base = times["adamw"][0]
+    for name in works:
+        own = times[name][0]
+        median = statistics.median(own) / RUN * 1e3
+        emit(f"| {ROWS[name].label} | {median:.2f} | {show_ratio(own, base)} |")
+    for name, reason in lacking.items():
+        emit(f"| {ROWS[name].label} | – | {reason} | – |")
+    emit(
+        "",
+        f"{tokens[0] * tokens[1]:,} random tokens a step, a vocabulary of {vocabulary:,}, bf16 "
+        f"autocast, compiled; each time is that of {RUN} steps in a row, divided by {RUN}.",
+        "",
+    )
+
+
+def versions(packages: Iterable[str]) -> str:
+    def own(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "(no version found)"
+
+    return ", ".join(f"{package} {own(package)}" for package in packages)
+
+
+def environment(args: argparse.Namespace) -> list[str]:
+    command = f"python benchmarks/step_cost.py --device {args.device} --rounds {args.rounds}"
+    packages = ["torch", "mechanic-pytorch", "prodigyopt"]
+    hardware = _cpu_name()
+    if args.device == "cuda":
+        hardware = torch.cuda.get_device_name()
+        packages[1:1] = ["triton"]
+        packages += ["dadaptation", "schedulefree", "lion-pytorch"]
+        command += f" --cases {' '.join(args.cases)}".rstrip()
+        command += f" --methods {' '.join(args.methods)}" if args.methods else ""
+        command += " --whole-step" if args.whole_step else ""
     return [
-        f"- command: `python benchmarks/step_cost.py --device {device} --rounds {rounds}`",
+        f"- command: `{command}`",
         f"- hardware: {hardware}, {torch.get_num_threads()} CPU thread(s)",
-        f"- versions: Python {platform.python_version()}, {packages}",
-        f"- date: {datetime.date.today().isoformat()}; seed 0; median of {rounds} rounds after 3",
+        f"- versions: Python {platform.python_version()}, {versions(packages)}",
+        f"- date: {datetime.date.today().isoformat()}; seed {SEED}; median of {args.rounds} rounds "
+        f"after {WARM_UP[args.device]}",
     ]
 
 
@@ -135,37 +331,73 @@ def _cpu_name() -> str:
     return f"{named[0] if named else platform.processor() or 'CPU'} ({platform.machine()})"
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--rounds", type=int, default=30, help="rounds to take the median of")
     parser.add_argument("--output", help="write the table to this Markdown file as well")
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument(
+        "--cases",
+        nargs="*",
+        choices=list(CASES["cuda"]),
+        metavar="SIZE",
+        help="124M, 1.56B and 1M (default the first two; without a size, none)",
+    )
+    gpu.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(ROWS),
+        metavar="NAME",
+        help=f"the rows, their bases come with them (default all): {', '.join(ROWS)}",
+    )
+    gpu.add_argument("--whole-step", action="store_true", help="time training steps of GPT-2 too")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this machine has no GPU that torch can use")
+    if args.device == "cpu" and (args.cases is not None or args.methods or args.whole_step):
+        parser.error("--cases, --methods and --whole-step are for a GPU: add --device cuda")
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads take a number of at least 1")
+    if args.cases is None:
+        args.cases = ["124M", "1.56B"]
+    return args
+
+
+LEGEND = """
+"ratio": to the method under "over", the median over the rounds; half of them lie in the "middle
+half". A method that does not fit into the memory beside all others is timed in rounds with some of
+them, its base among them. The rest is in bytes a parameter. "bytes": moved in a step, by count, and
+"of a copy": those over the time, as a fraction of the bandwidth of the copy. "state": kept beyond
+weights and gradients; "peak": the most allocated in a step beyond them; "first": the same in the
+first steps.
+"""
+
+
+def main() -> None:
+    args = parse()
     torch.set_num_threads(args.threads)
+    with open(args.output, "w") if args.output else nullcontext() as file:
 
-    lines = ["# The cost of a step", "", *environment(args.device, args.rounds), ""]
-    lines += ["| parameters | base | ms | mechanic | mechanic-pytorch | Prodigy |"]
-    lines += ["|---|---|---:|---:|---:|---:|"]
-    print("\n".join(lines), flush=True)
-    for case, shapes in CASES[args.device].items():
-        for base, variants in methods().items():
-            made = {n: make(make_params(shapes, args.device)) for n, make in variants.items()}
-            result = measure(made, args.device, args.rounds)
-            cells = [f"{result[n][1]:.2f}×" if n in result else "–" for n in _COLUMNS]
-            row = f"| {case} | {base} | {result['base'][0] * 1e3:.2f} | {' | '.join(cells)} |"
-            lines.append(row)
-            print(row, flush=True)
-    if args.output:
-        with open(args.output, "w") as file:
-            file.write("\n".join(lines) + "\n")
+        def emit(*lines: str) -> None:
+            targets: list[TextIO | None] = [None] if file is None else [None, file]
+            for target in targets:
+                print(*lines, sep="\n", file=target, flush=True)
 
+        emit("# The cost of a step", "", *environment(args))
+        if args.device == "cpu":
+            emit("")
+            cpu_table(args.rounds, emit)
+            return
+        copy = copy_bandwidth(args.device)
+        free_memory()
+        emit(f"- a copy on the device: {copy / 1e12:.2f} TB/s, read and written, of 4 GiB", LEGEND)
+        for case in args.cases:
+            gpu_table(case, args.methods or ROWS, args.rounds, copy, emit)
+        if args.whole_step:
+            whole_step(args.rounds, emit)
 
-_COLUMNS = ("mechanic", "mechanic-pytorch", "Prodigy")
 
 if __name__ == "__main__":
     main()

@@ -57,6 +57,16 @@ class Options:
     """Skip a step whose gradients hold NaN or inf. Fused optimizers do it without a host
     synchronisation; for the others on a GPU it costs one scalar a step."""
 
+    max_grad_norm: float = math.inf
+    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does, in the step."""
+
+    sums_in_backward: bool = False
+    """On a GPU, take the sums over a gradient when it arrives, while backward runs."""
+
+    displacement: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that displacements are stored in. In bfloat16 they are rounded so that many small
+    updates still add up."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in _PRESETS:
             known = ", ".join(repr(name) for name in get_args(Preset))
@@ -83,8 +93,19 @@ class Options:
                 f"max_scale must be a number above 0, got {self.max_scale!r}. "
                 "Leave it out for no cap."
             )
-        if not isinstance(self.skip_nonfinite, bool):
-            raise ValueError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}.")
+        limit = self.max_grad_norm
+        if not (limit == math.inf or (_is_real(limit) and limit > 0)):
+            raise ValueError(
+                f"max_grad_norm must be a number above 0, got {limit!r}. Leave it out for no clip."
+            )
+        for name in ("skip_nonfinite", "sums_in_backward"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
+        if self.displacement not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"displacement must be 'float32' or 'bfloat16', got {self.displacement!r}."
+            )
 
 
 def _is_real(value: Any) -> TypeGuard[float]:

@@ -105,12 +105,12 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     1.487
     """
     state, keep = RULES[options.preset].update(options, state, sums)
-    s, D = _capped(options, state.s), keep * _namespace(sums.dd).sqrt(sums.dd)
+    s, D = _capped(options, state.s), keep * namespace(sums.dd).sqrt(sums.dd)
     return state._replace(s=s, D=D), keep
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
     n, S = len(beta), s.sum()
     before = U
     sigma, U = start(options, state, sums)
@@ -132,7 +132,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     h = _signal(options, s.sum(), sums)  # line 10
     m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
@@ -145,7 +145,7 @@ def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
-    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
@@ -160,7 +160,7 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
 
 def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """optax.contrib.mechanize 0.2.8."""
-    xp, (beta, m, v, r, s, M, U, D) = _namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)
@@ -205,7 +205,7 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     """
     if options.s_init != "relative":
         return options.s_init, state.U
-    xp = _namespace(sums.dd)
+    xp = namespace(sums.dd)
     grown = xp.sqrt(sums.dd) - state.D
     U = _max(_max(_finite(grown), _finite(xp.sqrt(sums.uu))), state.U)
     size = xp.sqrt(_max(sums.x1, FLOOR**2 * sums.d))
@@ -216,7 +216,7 @@ def _signal(options: Options, S: Array, sums: Sums) -> Array:
     """Algorithm 1, line 10. The decay is 0 where the parameters are."""
     if options.s_decay == 0:
         return sums.dg
-    xp = _namespace(sums.dg)
+    xp = namespace(sums.dg)
     return sums.dg + options.s_decay * S * xp.sqrt(sums.gg) * _divide(sums.dx, xp.sqrt(sums.xx))
 
 
@@ -249,7 +249,7 @@ def provable_update(
     >>> round(float(state.s), 3)
     0.4
     """
-    xp = _namespace(h)
+    xp = namespace(h)
     m = _max(beta * state.m, abs(h))  # line 6
     h = xp.clip(h, -state.m, state.m)  # line 7
     q = beta * state.q + h  # line 8
@@ -262,22 +262,22 @@ def provable_update(
     return ProvableState(v=v, r=r, q=q, m=m, s=s)
 
 
-def _namespace(array: Array) -> Any:
+def namespace(array: Array) -> Any:
     """The library that an array comes from. torch's tensors alone do not say."""
     own = getattr(array, "__array_namespace__", None)
     return own() if own is not None else sys.modules["torch"]
 
 
 def _max(a: Array, b: Array) -> Array:
-    return _namespace(a).clip(a, b, None)
+    return namespace(a).clip(a, b, None)
 
 
 def _finite(a: Array) -> Array:
     """a, and 0 where it is inf or NaN."""
-    return _namespace(a).where(abs(a) < math.inf, a, 0.0)
+    return namespace(a).where(abs(a) < math.inf, a, 0.0)
 
 
 def _divide(a: Array, b: Array) -> Array:
     """a / b, and 0 where b is 0: with no ε beside it, no scale of the loss is special."""
-    xp = _namespace(b)
+    xp = namespace(b)
     return a / xp.where(b > 0, b, math.inf)

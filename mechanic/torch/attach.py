@@ -13,7 +13,7 @@ from weakref import ref
 from torch.optim import Optimizer
 
 from mechanic.options import PAPER_BETAS, Options, Preset
-from mechanic.torch import checkpoint, sharding, vectors, zero
+from mechanic.torch import checkpoint, fast, sharding, vectors, zero
 from mechanic.torch.mechanism import NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
 from mechanic.torch.step import step
@@ -34,6 +34,9 @@ def mechanize(
     betas: Iterable[float] = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
+    max_grad_norm: float = ...,
+    sums_in_backward: bool = ...,
+    displacement: Literal["float32", "bfloat16"] = ...,
     process_group: Any = ...,
 ) -> O: ...
 @overload
@@ -46,6 +49,9 @@ def mechanize(
     betas: Iterable[float] = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
+    max_grad_norm: float = ...,
+    sums_in_backward: bool = ...,
+    displacement: Literal["float32", "bfloat16"] = ...,
     process_group: Any = ...,
 ) -> type[O]: ...
 def mechanize(
@@ -57,6 +63,9 @@ def mechanize(
     betas: Iterable[float] = PAPER_BETAS,
     max_scale: float = float("inf"),
     skip_nonfinite: bool = True,
+    max_grad_norm: float = float("inf"),
+    sums_in_backward: bool = False,
+    displacement: Literal["float32", "bfloat16"] = "float32",
     process_group: Any = None,
 ) -> O | type[O]:
     r"""Tune the learning rate of any optimizer while it trains.
@@ -76,6 +85,11 @@ def mechanize(
         betas: the discounts of the tuners.
         max_scale: a cap: the effective lr is at most this many times the lr that is typed.
         skip_nonfinite: skip a step whose gradients hold NaN or inf, as a whole.
+        max_grad_norm: clip the gradients to this norm, in the step, as `clip_grad_norm_` would
+            before it.
+        sums_in_backward: on a GPU, take the sums over each gradient as it arrives. A gradient must
+            not be changed through `.data` after that.
+        displacement: the dtype of the displacements, the one slot that is added to the state.
         process_group: the processes that the parameters are spread over, where each holds a part
             of its own: FSDP1, pipeline stages. DTensors (FSDP2, tensor parallelism) and
             ZeroRedundancyOptimizer bring theirs along, and DistributedDataParallel needs none.
@@ -112,6 +126,9 @@ def mechanize(
         betas=betas,  # type: ignore[arg-type]
         max_scale=max_scale,
         skip_nonfinite=skip_nonfinite,
+        max_grad_norm=max_grad_norm,
+        sums_in_backward=sums_in_backward,
+        displacement=displacement,
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         _refuse_twice(optimizer)
@@ -182,6 +199,7 @@ def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -
     mechanism.find_ranks(optimizer)
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
+    fast.listen(optimizer, mechanism)
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
     mechanism.publish_rates(optimizer)
@@ -192,6 +210,7 @@ def take_off(optimizer: Any) -> None:
     """Make a mechanized optimizer one of its own class again, with its own state; what was learned
     is gone."""
     checkpoint.strip(optimizer)
+    fast.stop_listening(optimizer._mechanic)
     delattr(optimizer, MECHANISM)
     optimizer.__class__ = type(optimizer)._base
     optimizer._patch_step_function()

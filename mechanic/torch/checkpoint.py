@@ -132,10 +132,10 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     mechanism.reset()
     if not saved:
         return
-    state = mechanism.state
-    mechanism.state = tuner.State(*(tensor(name, getattr(state, name)) for name in state._fields))
-    for name in (*SCALARS, *COUNTERS):
-        setattr(mechanism, name, tensor(name, getattr(mechanism, name)))
+    own = mechanism.state._asdict()
+    own |= {name: getattr(mechanism, name) for name in (*SCALARS, *COUNTERS)}
+    for name, value in own.items():
+        value.copy_(tensor(name, value))
     mechanism.lrs, mechanism.frozen = list(saved["lrs"]), saved["frozen"]
     mechanism.resume_at(saved["updates"])
     mechanism.started = saved["steps"] > 0

@@ -69,7 +69,7 @@ class Tuner:
     @property
     def scale(self) -> Tensor:
         """The learned scale S, a 0-d tensor on the parameters' device."""
-        return self._mechanism.scale
+        return self._mechanism.scale.clone()
 
     @property
     def effective_lr(self) -> list[Tensor]:
@@ -90,13 +90,13 @@ class Tuner:
         mechanism = self._mechanism
         rates = {f"effective_lr/{i}": rate for i, rate in enumerate(self.effective_lr)}
         return {
-            "scale": mechanism.scale,
+            "scale": mechanism.scale.clone(),
             **rates,
-            "signal": mechanism.signal,
-            "scales": mechanism.state.s,
-            "reward": mechanism.state.r,
-            "steps": mechanism.steps,
-            "skipped": mechanism.skipped,
+            "signal": mechanism.signal.clone(),
+            "scales": mechanism.state.s.clone(),
+            "reward": mechanism.state.r.clone(),
+            "steps": mechanism.steps.clone(),
+            "skipped": mechanism.skipped.clone(),
         }
 
     def freeze(self) -> None:

@@ -31,6 +31,9 @@ what it did the step before: a warm-up from 0, a first batch without a gradient.
 SCALARS = ("scale", "share", "signal", "reference_square", "size")
 COUNTERS = ("steps", "updates", "skipped", "skipped_in_a_row")
 
+# What a copy of a tuner has to find anew.
+_OF_THIS_ONE: dict[str, Any] = {"plan": None, "captured": [], "listening": {}}
+
 NO_PICKLE = (
     "an optimizer that was mechanized with process_group= cannot be pickled: a group does not "
     "leave its process. Save optimizer.state_dict()."
@@ -38,13 +41,20 @@ NO_PICKLE = (
 
 
 class Mechanism:
-    """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device."""
+    """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device, and are
+    written in place: the replays of a CUDA graph find them where they were captured."""
 
     def __init__(self, options: Options, home: torch.device, process_group: Any = None) -> None:
         self.options = options
         self.process_group = process_group
         """The processes that the parameters are spread over, where that was said"""
         self._ranks: Ranks | None = None
+        self.plan: Any = None
+        """Where the kernels find everything (`kernels.plan.Plan`), on a GPU"""
+        self.captured: list[Any] = []
+        """What the replays of CUDA graphs read"""
+        self.listening: dict[Tensor, Any] = {}
+        """The hooks on the parameters that tell when a gradient has arrived"""
         self.carrier: Any = None
         """What carries the tuner in its checkpoints, where it is not the optimizer itself"""
         self._start(home)
@@ -57,17 +67,18 @@ class Mechanism:
         dtype = vectors.scalar_dtype(home)
         zero = torch.zeros((), dtype=dtype, device=home)
         options = self.options
-        self.state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
+        state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
+        self.state = tuner.State(*(value.clone() for value in state))
         self.scale: Tensor = self.state.s.sum()
-        self.share = zero + 1
+        self.share = torch.ones_like(zero)
         """Δ is this share of what the optimizer's state stores"""
         self.started = False
         """Whether `share` was set, by the first step at an lr above 0"""
-        self.signal = zero
+        self.signal = torch.zeros_like(zero)
         """⟨Δ, g⟩ of the last step"""
-        self.reference_square = zero
+        self.reference_square = torch.zeros_like(zero)
         """‖x‖² of the parameters when they were first seen"""
-        self.size = zero
+        self.size = torch.zeros_like(zero)
         """The number of elements behind `reference_square`"""
         self.lrs: list[Any] = []
         """The learning rate of each group when it last took part"""
@@ -113,7 +124,7 @@ class Mechanism:
         # A process group is what it is; a copy works in the same one.
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        for name, value in vars(self).items():
+        for name, value in {**vars(self), **_OF_THIS_ONE}.items():
             shared = name in ("process_group", "_ranks", "carrier")
             setattr(copied, name, value if shared else copy.deepcopy(value, memo))
         return copied
@@ -121,7 +132,7 @@ class Mechanism:
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             raise ValueError(NO_PICKLE)
-        return {**vars(self), "_ranks": None, "_seen": None}
+        return {**vars(self), **_OF_THIS_ONE, "_ranks": None, "_seen": None}
 
     def start_at(self, rates: list[Rate], finite: Tensor | bool) -> None:
         """Before the first update, choose the unit that displacements are stored in: that of the
@@ -133,7 +144,7 @@ class Mechanism:
         if isinstance(unit, Tensor):
             unit = unit.to(self.share)
         first = (self.updates == 0) & (unit > 0) & finite
-        self.share = torch.where(first, unit, self.share)  # a number needs no copy to the device
+        self.share.copy_(torch.where(first, unit, self.share))  # a number is not copied there
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
 
@@ -144,7 +155,7 @@ class Mechanism:
 
     def learn(self, takes_part: Tensor | bool) -> None:
         """Count a step that the tuner learns from; whether it does, the device may decide."""
-        self.updates = self.updates + takes_part
+        self.updates.add_(takes_part)
         if isinstance(takes_part, Tensor):
             self._unsure += self.is_starting
         else:
@@ -154,18 +165,43 @@ class Mechanism:
         """Go on after so many updates."""
         self._sure, self._unsure = min(updates, EXACT), 0
 
+    def set(self, state: tuner.State, share: Tensor) -> None:
+        """Take over what the tuner has learned."""
+        new = (*state, state.s.sum(), share)
+        torch._foreach_copy_([*self.state, self.scale, self.share], list(new))
+
+    def note_rates(self, lrs: list[Any]) -> None:
+        """Keep the learning rates that this step was made at."""
+        kept = self.lrs + [None] * (len(lrs) - len(self.lrs))
+        for i, lr in enumerate(lrs):
+            own = kept[i]
+            if not isinstance(lr, Tensor):
+                kept[i] = lr
+            elif isinstance(own, Tensor) and own.device == lr.device and own.dtype == lr.dtype:
+                own.copy_(lr)
+            else:
+                kept[i] = lr.clone()
+        self.lrs = kept
+
+    def count_on_device(self) -> None:
+        """After a step that the device has counted."""
+        self._unsure += self.is_starting
+        if self.skips_on_host:
+            self.skips_on_host = 0
+        self._look_later()
+
     def count(self, finite: Tensor | bool) -> None:
         """Count a step as done or skipped, and warn, once, when many are skipped in a row."""
         if finite is True:
-            self.steps = self.steps + 1
+            self.steps.add_(1)
             if self.skips_on_host:
                 self.skips_on_host = 0
-                self.skipped_in_a_row = torch.zeros_like(self.skipped)
+                self.skipped_in_a_row.zero_()
             return
         done = torch.as_tensor(finite, device=self.steps.device).to(torch.int64)
-        self.steps = self.steps + done
-        self.skipped = self.skipped + (1 - done)
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * (1 - done)
+        self.steps.add_(done)
+        self.skipped.add_(1 - done)
+        self.skipped_in_a_row.add_(1).mul_(1 - done)
         if finite is False:
             self.skips_on_host += 1
             if self.skips_on_host == PATIENCE:
@@ -176,6 +212,8 @@ class Mechanism:
     def _look_later(self) -> None:
         """Look at the count through a copy in host memory that the device writes when it comes
         to it: no step waits, and from a GPU the warning may come a few steps late."""
+        if self.steps.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a replay counts, but there is no one to look
         self._calls += 1
         if self._seen is None:
             pinned = self.steps.device.type == "cuda"
@@ -202,7 +240,11 @@ class Mechanism:
     def publish_rates(self, optimizer: Optimizer) -> None:
         """Write the learning rates in force into the groups, for loggers that look there."""
         for group, rate in zip(optimizer.param_groups, self.effective_lr(optimizer), strict=True):
-            group[EFFECTIVE_LR] = rate
+            own = group.get(EFFECTIVE_LR)
+            if isinstance(own, Tensor) and own.device == rate.device:
+                own.copy_(rate)
+            else:
+                group[EFFECTIVE_LR] = rate
 
     def effective_lr(self, optimizer: Optimizer) -> list[Tensor]:
         """The learning rate in force, one a group: the scale times the group's own lr."""

@@ -51,7 +51,12 @@ class Rate(NamedTuple):
 
 def is_proportional(step: Callable[..., Any]) -> bool:
     """Whether the update of a base with this step is known to be proportional to its lr."""
-    return f"{step.__module__}.{step.__qualname__}" in _PROPORTIONAL
+    return step_name(step) in _PROPORTIONAL
+
+
+def step_name(step: Callable[..., Any]) -> str:
+    """The full name of a base's step; a subclass that has its own has another one."""
+    return f"{step.__module__}.{step.__qualname__}"
 
 
 def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:

@@ -1,7 +1,7 @@
 """One mechanized step: gradients → sums → tuner → scale → parameters."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic import tuner
-from mechanic.torch import closures, sharding, vectors
+from mechanic.torch import closures, fast, sharding, vectors
 from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
 from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
 from mechanic.torch.modes import has_modes, own_view
@@ -21,7 +21,9 @@ from mechanic.torch.rates import (
     rate_of,
     typed_rates,
 )
+from mechanic.torch.scalars import advance
 from mechanic.torch.sharding import Ranks, begin_sums
+from mechanic.torch.skipping import decide, refuse_capture, skipping, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 
 
@@ -39,6 +41,9 @@ def step(
     loss, args, kwargs = closures.evaluate(optimizer, mechanism, args, kwargs)
     recorded = bool(optimizer.defaults.get("differentiable"))
     ranks = mechanism.find_ranks(optimizer)
+    planned = fast.find_plan(optimizer, mechanism, base_step)
+    if planned is not None:
+        return fast.step(optimizer, mechanism, base_step, args, kwargs, *planned, loss)
     with torch.set_grad_enabled(recorded):
         batches = _gather(optimizer, ranks)
     if not batches and ranks is None:
@@ -60,19 +65,19 @@ def step(
     with torch.no_grad():
         parts = Parts(*finish())
         finite = is_finite(optimizer, mechanism, parts)
-        skips = bool(batches) and _skips_by_itself(optimizer, base_step)
+        skips = bool(batches) and skips_by_itself(optimizer, base_step)
         if mechanism.process_group is not None:  # its processes need not be alike
             waits = risen = bool(parts.waits)
             skips = False
         if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
-            finite = bool(finite)  # the one host synchronisation, where the base needs it
+            finite = decide(finite)  # the one host synchronisation, where the base needs it
             if not finite:
                 mechanism.count(finite)
                 return loss
         mechanism.start_at(rates, finite)
 
-    skipping = (
-        _skipping(optimizer, batches, finite)
+    own_skip = (
+        skipping(optimizer, batches, finite)
         if skips and isinstance(finite, Tensor)
         else nullcontext()
     )
@@ -81,7 +86,7 @@ def step(
     try:
         with (
             at_base_rates(optimizer, rates),
-            skipping,
+            own_skip,
             closures.undoing(optimizer, batches, before),
             view as shown,
         ):
@@ -116,7 +121,7 @@ def step(
                     optimizer.state[owner][DISPLACEMENT] = displacement
             else:
                 vectors.apply(batch, points, base_points, by, mechanism.steps)
-    mechanism.lrs = lrs
+    mechanism.note_rates(lrs)
     mechanism.count(finite)
     mechanism.publish_rates(optimizer)
     return result
@@ -147,45 +152,8 @@ def _follow(optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]) ->
     if home is None:  # this process holds none
         return
     if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a mechanized step cannot be captured in a CUDA graph: its replays would not tune. "
-            "Capture the model's forward and backward pass, and call optimizer.step() outside."
-        )
+        refuse_capture(optimizer, mechanism, batches)
     mechanism.to(home)
-
-
-def _skips_by_itself(optimizer: Optimizer, base_step: Callable[..., Any]) -> bool:
-    """Whether the base leaves everything as it is where `found_inf` is set, as torch's fused do.
-
-    Not SGD's with dampening at its first step, which is not dampened: once skipped, it is over.
-    """
-    if not base_step.__module__.startswith("torch.optim."):
-        return False
-    return all(
-        group.get("fused") and (not group.get("dampening") or all(map(optimizer.state.get, own)))
-        for group in optimizer.param_groups
-        if (own := [param for param in group["params"] if param.grad is not None])
-    )
-
-
-@contextmanager
-def _skipping(optimizer: Optimizer, batches: list[Batch], finite: Tensor) -> Iterator[None]:
-    """Let a fused base skip its step by itself where the gradients are not finite."""
-    owners = [owner for batch in batches for owner in batch.owners]
-    new = [owner for owner in owners if not optimizer.state.get(owner)]
-    had = getattr(optimizer, "found_inf", None)
-    optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if had is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = had  # type: ignore[attr-defined]
-    for owner in new:  # SGD's momentum is uninitialised memory when its first step is skipped
-        for value in optimizer.state.get(owner, {}).values():
-            if isinstance(value, Tensor):
-                value.masked_fill_(~finite.to(value.device), 0)
 
 
 def _admit(
@@ -193,8 +161,8 @@ def _admit(
 ) -> tuner.Sums:
     """Take up new parameters, now that the base has made its own state for them. Returns the sums
     that the tuner reads, but for those that are taken late."""
-    mechanism.reference_square = mechanism.reference_square + parts.x1
-    mechanism.size = mechanism.size + parts.d
+    mechanism.reference_square.add_(parts.x1)
+    mechanism.size.add_(parts.d)
     for batch in batches:
         for owner, displacement in zip(batch.owners, batch.stored, strict=True):
             optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
@@ -226,24 +194,20 @@ def _tune(
     the parameters, and what an update is, to be added to the displacement."""
     scale, share = mechanism.scale, mechanism.share
     if takes_part is True:
-        mechanism.signal = sums.dg
+        mechanism.signal.copy_(sums.dg)
     elif isinstance(takes_part, Tensor):
         takes_part = takes_part.to(share.device)
-        mechanism.signal = torch.where(takes_part, sums.dg, mechanism.signal)
+        mechanism.signal.copy_(torch.where(takes_part, sums.dg, mechanism.signal))
     if takes_part is not False:
         mechanism.learn(takes_part)
-        if mechanism.frozen:
-            state, kept = mechanism.state._replace(D=sums.dd.sqrt()), share
-        else:
-            state, keep = tuner.update(mechanism.options, mechanism.state, sums)
-            # keep is 0 only where there is no displacement yet to forget
-            kept = torch.where(keep > 0, keep * share, share)
-        if isinstance(takes_part, Tensor):
-            pairs = zip(state, mechanism.state, strict=True)
-            state = tuner.State(*(torch.where(takes_part, new, old) for new, old in pairs))
-            kept = torch.where(takes_part, kept, share)
-        mechanism.state, mechanism.scale, mechanism.share = state, state.s.sum(), kept
-    return mechanism.scale * mechanism.share - scale * share, 1 / mechanism.share
+        state = mechanism.state
+        frozen = mechanism.frozen
+        before = scale * share
+        mechanism.set(*advance(mechanism.options, state, share, sums, takes_part, frozen=frozen))
+        grow = scale * share - before
+    else:
+        grow = torch.zeros_like(scale)
+    return grow, 1 / share
 
 
 def _gated(by: Coefficients, rate: Rate) -> Coefficients:

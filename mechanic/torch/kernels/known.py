@@ -1,0 +1,94 @@
+"""The bases whose step is computed together with Mechanic's, in one pass.
+
+Their state is their own, made by their own first step: a checkpoint does not know who computed it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch.rates import step_name
+
+
+class Base(NamedTuple):
+    """A known base, as far as one group of it goes."""
+
+    way: str
+    """Its formula, by the name that the kernel `passes._propose` has for it"""
+    slots: tuple[str, ...]
+    """The entries of its state that are as large as the parameter"""
+    has_steps: bool = False
+    """Whether it counts its steps, to correct a bias"""
+
+
+class Settings(NamedTuple):
+    """The numbers in the formula of a base."""
+
+    a: float = 0.0
+    b: float = 0.0
+    eps: float = 0.0
+    decay: float = 0.0
+
+    @property
+    def logs(self) -> tuple[float, float]:
+        """log₂ of `a` and `b`, for their powers."""
+        return _log(self.a), _log(self.b)
+
+
+ANY = Base("any", ())
+"""A base that runs by itself, between two passes."""
+
+
+def find(optimizer: Optimizer, base_step: Callable[..., Any]) -> list[Base] | None:
+    """The base of each group, where the step is known, and the state is there."""
+    name = step_name(base_step)
+    if name not in _BASES:
+        return None
+    bases = [_BASES[name](optimizer, group) for group in optimizer.param_groups]
+    return None if None in bases else bases  # type: ignore[return-value]
+
+
+def settings(optimizer: Any, base: Base, group: dict[str, Any]) -> Settings:
+    """The numbers of a group."""
+    if base.way in ("adam", "adamw"):
+        a, b = group["betas"]
+        return Settings(a, b, group["eps"], group["weight_decay"])
+    if base.way == "lion":
+        a, b = group["betas"]
+        decay = group["weight_decay"] / (optimizer._init_lr if optimizer.decoupled_wd else 1.0)
+        return Settings(a, b, decay=decay)
+    if base.way == "any":
+        return Settings()
+    return Settings(group["momentum"], group["dampening"], decay=group["weight_decay"])
+
+
+def _adam(_: Optimizer, group: dict[str, Any]) -> Base | None:
+    if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
+        return None
+    decoupled = group["decoupled_weight_decay"]
+    return Base("adamw" if decoupled else "adam", ("exp_avg", "exp_avg_sq"), has_steps=True)
+
+
+def _sgd(_: Optimizer, group: dict[str, Any]) -> Base | None:
+    if group["momentum"] == 0:
+        return Base("sgd", ())
+    return Base("nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",))
+
+
+def _lion(optimizer: Any, _: dict[str, Any]) -> Base | None:
+    own = optimizer.update_fn  # or one of lion_pytorch.triton's
+    return Base("lion", ("exp_avg",)) if own.__module__ == "lion_pytorch.lion_pytorch" else None
+
+
+_BASES: dict[str, Callable[[Optimizer, dict[str, Any]], Base | None]] = {
+    "torch.optim.adam.Adam.step": _adam,
+    "torch.optim.sgd.SGD.step": _sgd,
+    "lion_pytorch.lion_pytorch.Lion.step": _lion,
+}
+
+
+def _log(value: float) -> float:
+    return math.log2(value) if value > 0 else -math.inf

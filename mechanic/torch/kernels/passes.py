@@ -1,0 +1,371 @@
+"""The kernels. Each works on all tensors of one kind in one launch.
+
+Where a tensor lies is a number in a table; a chunk of it is a row of `chunks`: the tensor's place
+in the table, and which chunk of it. `plan.py` makes both. Arithmetic is in float32 whatever the
+tensors are, sums over chunks in float64, always in the same order.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = 16384
+"""The elements that one program sums up"""
+BLOCK = 1024
+"""The elements that one program updates"""
+
+# The columns of the table of tensors.
+X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE = map(tl.constexpr, range(8))
+COLUMNS = tl.constexpr(8)
+"""x, Δ and the base's state (addresses), elements, group, place in the copy of x"""
+
+# The columns of the table of groups, as they are typed.
+LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(tl.constexpr, range(11))
+TYPED = tl.constexpr(11)
+
+# The columns of what a step does to a group, which `tune` writes for the passes after it.
+GROW, MOVE, GAIN, FACTOR = map(tl.constexpr, range(4))
+OF_A, REST_A, OF_B, REST_B, OF_EPS, OF_DECAY, OF_BASE_LR = map(tl.constexpr, range(4, 11))
+MADE = tl.constexpr(11)
+
+# The sums, in the order in which `partials` holds them.
+DG, DD, GG, DX, XX, UU = map(tl.constexpr, range(6))
+SUMS = 6
+
+
+@triton.jit
+def _at(table, tensor, column, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a tensor's elements lie, from an offset on."""
+    address = tl.load(table + tensor * COLUMNS + column)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(DTYPE)) + offset
+
+
+@triton.jit
+def _gradient(grads, grad, tensor, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a gradient's elements lie: at the address that is given, or else in the list."""
+    address = grad
+    if address == 0:
+        address = tl.load(grads + tensor)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(DTYPE)) + offset
+
+
+@triton.jit
+def _load(pointer, index, count, MASKED: tl.constexpr):
+    if MASKED:
+        value = tl.load(pointer + index, mask=index < count, other=0.0)
+    else:
+        value = tl.load(pointer + index)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, index, value, count, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + index, value, mask=index < count)
+    else:
+        tl.store(pointer + index, value)
+
+
+@triton.jit
+def _narrowed(point, place, turn, DTYPE: tl.constexpr, LATER: tl.constexpr):
+    """Round as `vectors.dither` does. What is rounded `LATER` is so at thresholds of its own."""
+    if DTYPE == tl.float32:
+        return point
+    else:
+        if DTYPE == tl.bfloat16:
+            digits: tl.constexpr = 8
+            smallest: tl.constexpr = -126
+        else:
+            digits: tl.constexpr = 11
+            smallest: tl.constexpr = -24
+        exponent = ((point.to(tl.int32, bitcast=True) >> 23) & 255) - 126 - digits
+        exponent = tl.maximum(exponent, smallest)
+        unit = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        by_place = place.to(tl.uint32) * tl.full((), 0xC13FA9A9, tl.uint32)
+        by_turn = turn.to(tl.uint32) * tl.full((), 0x91E10DA5, tl.uint32)
+        sequence = by_place + by_turn + tl.full((), 0x80000000 if LATER else 0, tl.uint32)
+        threshold = (sequence >> 8).to(tl.float32) * (1.0 / (1 << 24))
+        steps = point / unit
+        below = tl.floor(steps)
+        return (tl.where(steps - below > threshold, below + 1, below) * unit).to(DTYPE)
+
+
+@triton.jit
+def _sum_block(
+    x, grad, delta, copy, index, count, dg, dd, gg, dx, xx,
+    WITH_X: tl.constexpr, COPIES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    gradient = _load(grad, index, count, MASKED)
+    displacement = _load(delta, index, count, MASKED)
+    dg += displacement * gradient
+    dd += displacement * displacement
+    gg += gradient * gradient
+    if COPIES or WITH_X:
+        point = _load(x, index, count, MASKED)
+        if COPIES:
+            _store(copy, index, point.to(x.dtype.element_ty), count, MASKED)
+        if WITH_X:
+            dx += displacement * point
+            xx += point * point
+    return dg, dd, gg, dx, xx
+
+
+@triton.jit(do_not_specialize=["total", "grad"])
+def sum_up(
+    table, grads, grad, chunks, partials, total, groups, copy,
+    WITH_X: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk; ⟨Δ, x⟩ and ‖x‖² if `WITH_X`; and a copy of x, if it
+    `COPIES`. A tensor whose gradient has no address takes part in ‖Δ‖² alone."""
+    program = tl.program_id(0)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, CHUNK).to(tl.int32)
+    delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
+    x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
+    gradient = _gradient(grads, grad, tensor, offset, G_TYPE, ALIGNED)
+    is_idle = gradient.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8)
+    if is_idle:
+        gradient = delta.to(tl.pointer_type(G_TYPE))
+    if COPIES:
+        copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
+
+    lane = tl.arange(0, BLOCK)
+    dg = tl.zeros((BLOCK,), tl.float32)
+    dd, gg, dx, xx = dg, dg, dg, dg
+    if count == CHUNK:
+        for begin in tl.range(0, CHUNK, BLOCK):
+            dg, dd, gg, dx, xx = _sum_block(
+                x, gradient, delta, copy, begin + lane, count, dg, dd, gg, dx, xx,
+                WITH_X, COPIES, False,
+            )  # fmt: skip
+    else:
+        begin = 0
+        while begin < count:
+            dg, dd, gg, dx, xx = _sum_block(
+                x, gradient, delta, copy, begin + lane, count, dg, dd, gg, dx, xx,
+                WITH_X, COPIES, True,
+            )  # fmt: skip
+            begin += BLOCK
+
+    typed = groups + tl.load(table + tensor * COLUMNS + GROUP) * TYPED
+    is_live = tl.load(typed + LR) != 0.0
+    # no part in h at an lr of 0, but a NaN must still show
+    weight = (tl.load(typed + SIGN) * tl.where(is_live, 1.0, 0.0)).to(tl.float32)
+    partials += program
+    tl.store(partials + DG * total, tl.where(is_idle, 0.0, tl.sum(dg, 0) * weight))
+    tl.store(partials + DD * total, tl.sum(dd, 0))
+    tl.store(partials + GG * total, tl.where(is_idle, 0.0, tl.sum(gg, 0)))
+    if WITH_X:
+        tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)))
+        tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)))
+
+
+@triton.jit
+def _propose(x, g, first, second, bias_1, bias_2, made, BASE: tl.constexpr):
+    """What a base adds to x at an lr of `OF_BASE_LR`, and its next state."""
+    decay, a, rest_a = tl.load(made + OF_DECAY), tl.load(made + OF_A), tl.load(made + REST_A)
+    b, rest_b = tl.load(made + OF_B), tl.load(made + REST_B)
+    if BASE == "adam" or BASE == "sgd" or BASE == "momentum" or BASE == "nesterov":
+        g += decay * x
+    if BASE == "adam" or BASE == "adamw":
+        first += rest_a * (g - first)
+        second = b * second + rest_b * g * g
+        # divided in full precision, as torch does
+        way = (first / bias_1) / (tl.sqrt_rn(second) / bias_2 + tl.load(made + OF_EPS))
+        if BASE == "adamw":
+            way += decay * x
+    elif BASE == "lion":
+        mixed = a * first + rest_a * g
+        way = tl.where(mixed > 0, 1.0, 0.0) - tl.where(mixed < 0, 1.0, 0.0) + decay * x
+        first = b * first + rest_b * g
+    elif BASE == "sgd":
+        way = g
+    else:
+        first = a * first + rest_b * g
+        way = first
+        if BASE == "nesterov":
+            way = g + a * first
+    return -tl.load(made + OF_BASE_LR) * way, first, second
+
+
+@triton.jit
+def _update_block(
+    x, grad, delta, first, second, index, place, count, turn, bias_1, bias_2, made,
+    BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    point = _load(x, index, count, MASKED)
+    gradient = _load(grad, index, count, MASKED) * tl.load(made + FACTOR)
+    displacement = _load(delta, index, count, MASKED)
+    a, b = displacement, displacement
+    if SLOTS > 0:
+        a = _load(first, index, count, MASKED)
+    if SLOTS > 1:
+        b = _load(second, index, count, MASKED)
+    proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
+    point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
+    displacement += tl.load(made + GAIN) * proposal
+    place += index
+    _store(x, index, _narrowed(point, place, turn, x.dtype.element_ty, False), count, MASKED)
+    moved = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
+    _store(delta, index, moved, count, MASKED)
+    if SLOTS > 0:
+        _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
+    if SLOTS > 1:
+        _store(second, index, b.to(second.dtype.element_ty), count, MASKED)
+
+
+@triton.jit
+def update(
+    table, grads, chunks, made, biases, verdict,
+    BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The step of a known base and Mechanic's, in one."""
+    if tl.load(verdict) == 0:
+        return
+    program = tl.program_id(0) // (CHUNK // BLOCK)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
+    if count <= 0:
+        return
+    grad = _gradient(grads, 0, tensor, offset, G_TYPE, ALIGNED)
+    if grad.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8):
+        return
+    x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
+    delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
+    first, second = delta, delta
+    if SLOTS > 0:
+        first = _at(table, tensor, FIRST, offset, S_TYPE, ALIGNED)
+    if SLOTS > 1:
+        second = _at(table, tensor, SECOND, offset, S_TYPE, ALIGNED)
+    made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
+    bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
+    turn = tl.load(verdict + 1)
+    index = tl.arange(0, BLOCK)
+    if count == BLOCK:
+        _update_block(
+            x, grad, delta, first, second, index, offset, count, turn, bias_1, bias_2, made,
+            BASE, SLOTS, False,
+        )  # fmt: skip
+    else:
+        _update_block(
+            x, grad, delta, first, second, index, offset, count, turn, bias_1, bias_2, made,
+            BASE, SLOTS, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _is_needed(updates, risen, EXACT: tl.constexpr):
+    """Whether ‖u‖² is waited for: in the first steps, and when a learning rate has risen."""
+    return (tl.load(updates) < EXACT) | (tl.load(risen) != 0)
+
+
+@triton.jit(do_not_specialize=["total"])
+def square_proposals(
+    table, grads, chunks, partials, total, groups, made, biases, updates, risen, copy,
+    BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, EXACT: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """‖u‖² of each chunk, in the steps in which it is waited for: of what a known base is going to
+    propose, and where `BASE` is "any", of what it has added to x since the copy."""
+    program = tl.program_id(0)
+    partials += UU * total + program
+    tl.store(partials, 0.0)
+    if not _is_needed(updates, risen, EXACT):
+        return
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, CHUNK).to(tl.int32)
+    grad = _gradient(grads, 0, tensor, offset, G_TYPE, ALIGNED)
+    if grad.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8):
+        return
+    x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
+    group = tl.load(table + tensor * COLUMNS + GROUP)
+    made += group * MADE
+    squares = tl.zeros((BLOCK,), tl.float32)
+    if BASE == "any":
+        copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
+        begin = 0
+        while begin < count:
+            index = begin + tl.arange(0, BLOCK)
+            proposal = _load(x, index, count, True) - _load(copy, index, count, True)
+            squares += proposal * proposal
+            begin += BLOCK
+    else:
+        first, second = x, x
+        if SLOTS > 0:
+            first = _at(table, tensor, FIRST, offset, S_TYPE, ALIGNED)
+        if SLOTS > 1:
+            second = _at(table, tensor, SECOND, offset, S_TYPE, ALIGNED)
+        bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
+        factor = tl.load(made + FACTOR)
+        begin = 0
+        while begin < count:
+            index = begin + tl.arange(0, BLOCK)
+            point = _load(x, index, count, True)
+            gradient = _load(grad, index, count, True) * factor
+            a, b = point, point
+            if SLOTS > 0:
+                a = _load(first, index, count, True)
+            if SLOTS > 1:
+                b = _load(second, index, count, True)
+            proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
+            squares += tl.where(index < count, proposal * proposal, 0.0)
+            begin += BLOCK
+    unit = tl.load(groups + group * TYPED + UNIT).to(tl.float32)
+    tl.store(partials, tl.sum(squares, 0) * unit * unit)
+
+
+@triton.jit
+def _move_block(
+    x, delta, copy, index, place, count, turn, made, MASKED: tl.constexpr,
+):  # fmt: skip
+    before = _load(copy, index, count, MASKED)
+    proposal = _load(x, index, count, MASKED) - before
+    displacement = _load(delta, index, count, MASKED)
+    point = before + tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
+    displacement += tl.load(made + GAIN) * proposal
+    place += index
+    _store(x, index, _narrowed(point, place, turn, x.dtype.element_ty, False), count, MASKED)
+    moved = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
+    _store(delta, index, moved, count, MASKED)
+
+
+@triton.jit
+def move(
+    table, grads, chunks, made, verdict, copy,
+    ALIGNED: tl.constexpr, X_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mechanic's step after any base's, which has moved x since the copy."""
+    if tl.load(verdict) == 0:
+        return
+    program = tl.program_id(0) // (CHUNK // BLOCK)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
+    if count <= 0:
+        return
+    if tl.load(grads + tensor) == 0:
+        return
+    x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
+    delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
+    copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
+    made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
+    turn = tl.load(verdict + 1)
+    index = tl.arange(0, BLOCK)
+    if count == BLOCK:
+        _move_block(x, delta, copy, index, offset, count, turn, made, False)
+    else:
+        _move_block(x, delta, copy, index, offset, count, turn, made, True)
