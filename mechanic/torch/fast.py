@@ -6,9 +6,10 @@ and come to the same result, so that they may take turns.
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ from mechanic import tuner
 from mechanic.torch.mechanism import EFFECTIVE_LR, Mechanism
 from mechanic.torch.modes import has_modes
 from mechanic.torch.rates import (
+    Rate,
     at_base_rates,
     has_risen,
     is_proportional,
     rate_of,
     typed_rates,
 )
-from mechanic.torch.skipping import decide, skipping, skips_by_itself
+from mechanic.torch.skipping import skipping, skips_by_itself
 
 if TYPE_CHECKING:
     from mechanic.torch.kernels.launch import Inputs
@@ -47,11 +49,13 @@ def find_plan(
     """How the kernels do this step, and where its gradients lie; None where they cannot."""
     if mechanism.scale.device.type not in DEVICES or torch.compiler.is_compiling():
         return None
-    if not has_triton() or not _is_for_kernels(optimizer, mechanism):
+    if not has_triton():
         return None
     from mechanic.torch.kernels import known, plan
 
     bases = known.find(optimizer, base_step)
+    if not _is_for_kernels(optimizer, mechanism, is_known=bases is not None):
+        return None
     own: Plan | None = mechanism.plan
     if own is not None and own.bases == (bases or [known.ANY] * len(own.bases)):
         addresses = own.find_grads(optimizer)
@@ -60,18 +64,20 @@ def find_plan(
     if _is_capturing(mechanism):
         return None  # there is nothing to make a plan with; the plain path is captured
     listen(optimizer, mechanism)
-    mechanism.plan = own = plan.make(optimizer, bases)
+    arriving = mechanism.options.sums_in_backward
+    mechanism.plan = own = plan.make(optimizer, bases, arriving=arriving)
     if own is None or own.device != mechanism.scale.device:
         return None
     addresses = own.find_grads(optimizer)
     return None if addresses is None else (own, addresses)
 
 
-def _is_for_kernels(optimizer: Optimizer, mechanism: Mechanism) -> bool:
+def _is_for_kernels(optimizer: Optimizer, mechanism: Mechanism, *, is_known: bool) -> bool:
     return not (
         mechanism.counted is not None
         or tuner.RULES[mechanism.options.preset].decays_after_base
         or optimizer.defaults.get("differentiable")
+        or (mechanism.options.max_grad_norm < math.inf and not is_known)
         or isinstance(optimizer, LBFGS)
         or has_modes(type(optimizer))
     )
@@ -83,17 +89,63 @@ def step(
     base_step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    loss: Any,
+) -> tuple[bool, Any]:
+    """A step, as `mechanic.torch.step.step` does it, and whether it was done: that may be left to
+    the plain path. The closure was evaluated to `loss`."""
+    planned = find_plan(optimizer, mechanism, base_step)
+    if planned is None:
+        return False, None
+    plan, addresses = planned
+    if not any(addresses):
+        return True, base_step(optimizer, *args, **kwargs)
+    turn = _begin(optimizer, mechanism, base_step, plan, addresses)
+    if not turn.is_sound:
+        mechanism.plan = None
+        return step(optimizer, mechanism, base_step, args, kwargs, loss)
+    with torch.no_grad(), plan.on_device():
+        if plan.is_known:
+            result = loss
+            _run_known(mechanism, turn)
+        else:
+            run = functools.partial(base_step, optimizer, *args, **kwargs)
+            result = _run_any(optimizer, mechanism, base_step, run, turn, loss)
+        mechanism.note_rates(turn.lrs)
+        mechanism.count_on_device()
+        for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
+            group[EFFECTIVE_LR] = rate
+    return True, result
+
+
+class _Turn(NamedTuple):
+    """A step that has begun."""
+
+    plan: "Plan"
+    addresses: list[int]
+    inputs: "Inputs"
+    rates: list[Rate]
+    lrs: list[Any]
+    waits: bool
+    """Whether the norm of the update is, or may be, waited for"""
+    is_sound: bool
+    """Whether everything was where the plan says"""
+
+
+def _begin(
+    optimizer: Any,
+    mechanism: Mechanism,
+    base_step: Callable[..., Any],
     plan: "Plan",
     addresses: list[int],
-    loss: Any,
-) -> Any:
-    """A step, as `mechanic.torch.step.step` does it. The closure was evaluated to `loss`."""
+) -> _Turn:
+    """Launch the sums, which change nothing, and look at the rest while they run."""
     from mechanic.torch.kernels import launch
 
-    if not any(addresses):
-        return base_step(optimizer, *args, **kwargs)
-    proportional = is_proportional(base_step)
-    rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
+    proportional, half = is_proportional(base_step), plan.half
+    rates = [
+        rate_of(group, proportional=proportional, half=index in half)
+        for index, group in enumerate(optimizer.param_groups)
+    ]
     lrs = typed_rates(optimizer, mechanism.lrs)
     risen = has_risen(lrs, mechanism.lrs)
     if isinstance(risen, Tensor) and risen.device.type == "cpu" != plan.device.type:
@@ -103,38 +155,60 @@ def step(
     keep: list[Any] | None = mechanism.captured if _is_capturing(mechanism) else None
     if keep is not None:
         keep.append(plan)
-
-    result = loss
-    on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext()
-    with torch.no_grad(), on_device:
+    is_sound = mechanism.options.s_decay == 0 or plan.holds()  # else the sums read x
+    with torch.no_grad(), plan.on_device():
         inputs = _gather(optimizer, mechanism, plan, addresses, rates, risen, keep)
-        launch.sum_up(plan, mechanism, inputs, plan.take_unsummed())
-        if not plan.is_known:
-            finite: Tensor | bool = _is_finite(mechanism, plan, inputs)
-            if isinstance(finite, Tensor) and not skips_by_itself(optimizer, base_step):
-                finite = decide(finite)
-            if finite is False:
-                waits = False
-            else:
-                own = skipping(optimizer, [], finite) if finite is not True else nullcontext()
-                with torch.enable_grad(), at_base_rates(optimizer, rates), own:
-                    result = base_step(optimizer, *args, **kwargs)
-        if waits:
-            launch.square_proposals(plan, mechanism, inputs)
-        host_steps = bool(plan.steps) and not plan.has_steps_here
-        if host_steps:
-            plan.mirror_steps()
-        launch.tune(plan, mechanism, inputs, waits=waits)
-        if plan.is_known:
-            launch.update(plan, inputs)
-            if host_steps and decide(plan.verdict[0]):
-                plan.count_steps(addresses)
-        else:
-            launch.move(plan, inputs)
-        mechanism.note_rates(lrs)
-        mechanism.count_on_device()
-        for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
-            group[EFFECTIVE_LR] = rate
+        if is_sound:
+            launch.sum_up(plan, mechanism, inputs, plan.take_unsummed())
+    return _Turn(plan, addresses, inputs, rates, lrs, waits, is_sound and plan.holds())
+
+
+def _run_known(mechanism: Mechanism, turn: _Turn) -> None:
+    """The step of a base that is computed with Mechanic's."""
+    from mechanic.torch.kernels import launch
+
+    plan, inputs = turn.plan, turn.inputs
+    counts_on_host = bool(plan.steps) and not plan.has_steps_here
+    if counts_on_host:
+        plan.mirror_steps()
+    if turn.waits:
+        launch.square_proposals(plan, mechanism, inputs)
+    launch.tune(plan, mechanism, inputs, waits=turn.waits)
+    if counts_on_host:
+        plan.ask(plan.verdict[0])
+    launch.update(plan, inputs)
+    if counts_on_host and plan.wait_for_answer():
+        plan.count_steps(turn.addresses)
+
+
+def _run_any(
+    optimizer: Any,
+    mechanism: Mechanism,
+    base_step: Callable[..., Any],
+    run: Callable[[], Any],
+    turn: _Turn,
+    loss: Any,
+) -> Any:
+    """The step of a base that runs by itself, between Mechanic's passes."""
+    from mechanic.torch.kernels import launch
+
+    plan, inputs = turn.plan, turn.inputs
+    finite = _is_finite(mechanism, plan, inputs)
+    is_asked = isinstance(finite, Tensor) and not skips_by_itself(optimizer, base_step)
+    if is_asked and isinstance(finite, Tensor):
+        plan.ask(finite)
+    launch.keep(plan, inputs)
+    if is_asked:
+        finite = plan.wait_for_answer()  # while the copy is made
+    result, waits = loss, turn.waits and finite is not False
+    if finite is not False:
+        own = skipping(optimizer, [], finite) if isinstance(finite, Tensor) else nullcontext()
+        with torch.enable_grad(), at_base_rates(optimizer, turn.rates), own:
+            result = run()
+    if waits:
+        launch.square_proposals(plan, mechanism, inputs)
+    launch.tune(plan, mechanism, inputs, waits=waits)
+    launch.move(plan, inputs)
     return result
 
 
@@ -143,13 +217,12 @@ def _gather(
     mechanism: Mechanism,
     plan: "Plan",
     addresses: list[int],
-    rates: list[Any],
+    rates: list[Rate],
     risen: Tensor | bool,
     keep: list[Any] | None,
 ) -> "Inputs":
     from mechanic.torch.kernels.launch import Inputs
 
-    present = {e.group for e, at in zip(plan.entries, addresses, strict=True) if at}
     copies: dict[torch.dtype, Tensor] = {}
     if not plan.is_known:
         for dtype, size in plan.copy_sizes.items():
@@ -158,7 +231,7 @@ def _gather(
         risen = plan.yes if risen else plan.no
     return Inputs(
         grads=plan.place_grads(addresses, keep),
-        groups=plan.type_in(optimizer, rates, present, keep),
+        groups=plan.type_in(optimizer, rates, addresses, keep),
         grad_scale=getattr(optimizer, "grad_scale", None),
         found_inf=getattr(optimizer, "found_inf", None),
         max_norm=plan.max_norm(mechanism.options.max_grad_norm),
@@ -207,6 +280,5 @@ def _arrive(mechanism: Mechanism, param: Tensor) -> None:
 
     arrived = plan.arrived(param)
     if arrived is not None:
-        on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext()
-        with torch.no_grad(), on_device:
+        with torch.no_grad(), plan.on_device():
             launch.sum_one(plan, mechanism, *arrived)

@@ -217,7 +217,7 @@ class Mechanism:
         self._calls += 1
         if self._seen is None:
             pinned = self.steps.device.type == "cuda"
-            self._seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
+            self._seen = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._seen.copy_(self.skipped_in_a_row, non_blocking=True)
         count = ctypes.c_int64.from_address(self._seen.data_ptr()).value
         if count < PATIENCE:

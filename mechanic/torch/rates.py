@@ -59,15 +59,17 @@ def step_name(step: Callable[..., Any]) -> str:
     return f"{step.__module__}.{step.__qualname__}"
 
 
-def rate_of(group: dict[str, Any], *, proportional: bool) -> Rate:
-    """The rate of a group, whose lr may be a number or a tensor."""
+def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = None) -> Rate:
+    """The rate of a group, whose lr may be a number or a tensor. `half` tells whether it holds
+    float16, where that is known."""
     lr = group.get("lr")
     if lr is None:
         return Rate(live=True, base_lr=None, unit=1.0)
     live = (lr != 0).reshape(()) if isinstance(lr, Tensor) else lr != 0
     if not proportional:
         return Rate(live, base_lr=lr, unit=1.0)
-    half = any(param.dtype == torch.float16 for param in group["params"])
+    if half is None:
+        half = any(param.dtype == torch.float16 for param in group["params"])
     base_lr = _BASE_LR_HALF if half else _BASE_LR
     if isinstance(lr, Tensor):
         return Rate(live, torch.full_like(lr, base_lr), lr.reshape(()) / base_lr)

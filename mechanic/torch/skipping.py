@@ -14,13 +14,18 @@ from mechanic.torch.vectors import Batch
 
 def decide(finite: Tensor) -> bool:
     """Bring a decision to the host, which waits for it."""
+    refuse_to_decide(finite)
+    return bool(finite)
+
+
+def refuse_to_decide(finite: Tensor) -> None:
+    """Refuse a decision by the host in a CUDA graph, whose replays it does not see."""
     if finite.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "this step cannot be captured in a CUDA graph: whether to skip it, the host has to "
             "decide. Use an optimizer with fused=True, or else mechanize(optimizer, "
             "skip_nonfinite=False)."
         )
-    return bool(finite)
 
 
 def refuse_capture(optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]) -> None:

@@ -41,9 +41,9 @@ def step(
     loss, args, kwargs = closures.evaluate(optimizer, mechanism, args, kwargs)
     recorded = bool(optimizer.defaults.get("differentiable"))
     ranks = mechanism.find_ranks(optimizer)
-    planned = fast.find_plan(optimizer, mechanism, base_step)
-    if planned is not None:
-        return fast.step(optimizer, mechanism, base_step, args, kwargs, *planned, loss)
+    done, result = fast.step(optimizer, mechanism, base_step, args, kwargs, loss)
+    if done:
+        return result
     with torch.set_grad_enabled(recorded):
         batches = _gather(optimizer, ranks)
     if not batches and ranks is None:

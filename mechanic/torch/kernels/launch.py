@@ -8,14 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mechanic.torch.kernels import passes, scalar_passes
-from mechanic.torch.kernels.plan import Kind, Plan, Section
+from mechanic.torch.kernels.plan import Plan, Section
 from mechanic.torch.kernels.rule import write_rule
 from mechanic.torch.mechanism import EXACT, Mechanism
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-_SIZES = {"CHUNK": passes.CHUNK, "BLOCK": passes.BLOCK, "num_warps": 4}
-_PARTS = passes.CHUNK // passes.BLOCK
+_SIZES = {"BLOCK": passes.BLOCK, "num_warps": 4}  # measured: docs/performance.md
 
 
 class Inputs(NamedTuple):
@@ -37,49 +36,58 @@ class Inputs(NamedTuple):
 
 
 def sum_up(plan: Plan, mechanism: Mechanism, inputs: Inputs, sections: list[Section]) -> None:
-    """The sums that the base's step need not be waited for, and the copies of the parameters."""
-    for kind, programs, chunks, partials in sections:
-        copy = inputs.copies.get(kind.x)
-        _sum_up(plan, mechanism, kind, programs, chunks, partials, inputs, 0, copy)
+    """The sums that the base's step need not be waited for."""
+    for section in sections:
+        _sum_up(plan, mechanism, section, inputs.grads, None, inputs.groups)
 
 
 def sum_one(plan: Plan, mechanism: Mechanism, place: int, address: int, groups: Tensor) -> None:
     """The same sums of one gradient alone."""
     begin, end = plan.ranges[place]
-    kind, chunks = plan.entries[place].kind, plan.chunks[begin:]
-    inputs = Inputs(plan.table, groups, None, None, None, groups, {})
-    partials = plan.partials[begin:]
-    _sum_up(plan, mechanism, kind, end - begin, chunks, partials, inputs, address, None)
+    tables = plan.chunks[begin:], plan.partials[begin:]
+    section = Section(plan.entries[place].kind, end - begin, *tables)
+    _sum_up(plan, mechanism, section, plan.table, address, groups)
 
 
 def _sum_up(
     plan: Plan,
     mechanism: Mechanism,
-    kind: Kind,
-    programs: int,
-    chunks: Tensor,
-    partials: Tensor,
-    inputs: Inputs,
-    address: int,
-    copy: Tensor | None,
+    section: Section,
+    grads: Tensor,
+    address: int | None,
+    groups: Tensor,
 ) -> None:
+    kind, programs, chunks, partials = section
     passes.sum_up[(programs,)](
         plan.table,
-        inputs.grads,
+        grads,
         address,
         chunks,
         partials,
         plan.total,
-        inputs.groups,
-        copy,
+        groups,
         WITH_X=mechanism.options.s_decay != 0,
-        COPIES=copy is not None,
         ALIGNED=kind.is_aligned,
         X_TYPE=_TYPES[kind.x],
         G_TYPE=_TYPES[kind.grad],
         D_TYPE=_TYPES[kind.delta],
+        CHUNK=plan.chunk,
         **_SIZES,
     )
+
+
+def keep(plan: Plan, inputs: Inputs) -> None:
+    """Copy the parameters, for a base that runs by itself."""
+    for kind, programs, chunks, _ in plan.sections:
+        passes.keep[(programs * plan.parts,)](
+            plan.table,
+            chunks,
+            inputs.copies[kind.x],
+            ALIGNED=kind.is_aligned,
+            X_TYPE=_TYPES[kind.x],
+            CHUNK=plan.chunk,
+            **_SIZES,
+        )
 
 
 def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
@@ -99,6 +107,7 @@ def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
             plan.biases,
             GROUPS=triton.next_power_of_2(len(plan.bases)),
             BIASED=bool(plan.steps),
+            num_warps=8,
         )
     for kind, programs, chunks, partials in plan.sections:
         passes.square_proposals[(programs,)](
@@ -120,6 +129,7 @@ def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
             X_TYPE=_TYPES[kind.x],
             G_TYPE=_TYPES[kind.grad],
             S_TYPE=_TYPES[kind.slots],
+            CHUNK=plan.chunk,
             **_SIZES,
         )
 
@@ -160,13 +170,14 @@ def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, waits: bool) -> No
         WITH_X=options.s_decay != 0,
         WAITS=waits,
         BIASED=bool(plan.steps),
+        num_warps=8,
     )
 
 
 def update(plan: Plan, inputs: Inputs) -> None:
     """The step of a known base, and Mechanic's."""
     for kind, programs, chunks, _ in plan.sections:
-        passes.update[(programs * _PARTS,)](
+        passes.update[(programs * plan.parts,)](
             plan.table,
             inputs.grads,
             chunks,
@@ -180,6 +191,7 @@ def update(plan: Plan, inputs: Inputs) -> None:
             G_TYPE=_TYPES[kind.grad],
             D_TYPE=_TYPES[kind.delta],
             S_TYPE=_TYPES[kind.slots],
+            CHUNK=plan.chunk,
             **_SIZES,
         )
 
@@ -187,7 +199,7 @@ def update(plan: Plan, inputs: Inputs) -> None:
 def move(plan: Plan, inputs: Inputs) -> None:
     """Mechanic's step, after the base's own."""
     for kind, programs, chunks, _ in plan.sections:
-        passes.move[(programs * _PARTS,)](
+        passes.move[(programs * plan.parts,)](
             plan.table,
             inputs.grads,
             chunks,
@@ -197,5 +209,6 @@ def move(plan: Plan, inputs: Inputs) -> None:
             ALIGNED=kind.is_aligned,
             X_TYPE=_TYPES[kind.x],
             D_TYPE=_TYPES[kind.delta],
+            CHUNK=plan.chunk,
             **_SIZES,
         )

@@ -8,48 +8,59 @@ tensors are, sums over chunks in float64, always in the same order.
 import triton
 import triton.language as tl
 
-CHUNK = 16384
+CHUNK = 32768
 """The elements that one program sums up"""
 BLOCK = 1024
 """The elements that one program updates"""
 
+
+class _Column(tl.constexpr):
+    """A number that the kernels know. Triton compares those at each launch, slowly by default."""
+
+    def __ne__(self, other: object) -> bool:
+        return self.value != getattr(other, "value", None)
+
+
 # The columns of the table of tensors.
-X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE = map(tl.constexpr, range(8))
-COLUMNS = tl.constexpr(8)
+X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE = map(_Column, range(8))
+COLUMNS = _Column(8)
 """x, Δ and the base's state (addresses), elements, group, place in the copy of x"""
 
 # The columns of the table of groups, as they are typed.
-LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(tl.constexpr, range(11))
-TYPED = tl.constexpr(11)
+LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(_Column, range(11))
+TYPED = _Column(11)
 
 # The columns of what a step does to a group, which `tune` writes for the passes after it.
-GROW, MOVE, GAIN, FACTOR = map(tl.constexpr, range(4))
-OF_A, REST_A, OF_B, REST_B, OF_EPS, OF_DECAY, OF_BASE_LR = map(tl.constexpr, range(4, 11))
-MADE = tl.constexpr(11)
+GROW, MOVE, GAIN, FACTOR = map(_Column, range(4))
+OF_A, REST_A, OF_B, REST_B, OF_EPS, OF_DECAY, OF_BASE_LR = map(_Column, range(4, 11))
+MADE = _Column(11)
 
 # The sums, in the order in which `partials` holds them.
-DG, DD, GG, DX, XX, UU = map(tl.constexpr, range(6))
+DG, DD, GG, DX, XX, UU = map(_Column, range(6))
 SUMS = 6
+
+
+@triton.jit
+def _from(address, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)  # for loads of 16 bytes
+    return pointer + offset
 
 
 @triton.jit
 def _at(table, tensor, column, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a tensor's elements lie, from an offset on."""
     address = tl.load(table + tensor * COLUMNS + column)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(DTYPE)) + offset
+    return _from(address, offset, DTYPE, ALIGNED)
 
 
 @triton.jit
-def _gradient(grads, grad, tensor, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _gradient(grads, address, tensor, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a gradient's elements lie: at the address that is given, or else in the list."""
-    address = grad
-    if address == 0:
+    if address is None:
         address = tl.load(grads + tensor)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(DTYPE)) + offset
+    return _from(address.to(tl.int64), offset, DTYPE, ALIGNED)
 
 
 @triton.jit
@@ -95,33 +106,30 @@ def _narrowed(point, place, turn, DTYPE: tl.constexpr, LATER: tl.constexpr):
 
 @triton.jit
 def _sum_block(
-    x, grad, delta, copy, index, count, dg, dd, gg, dx, xx,
-    WITH_X: tl.constexpr, COPIES: tl.constexpr, MASKED: tl.constexpr,
+    x, grad, delta, index, count, dg, dd, gg, dx, xx,
+    WITH_X: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     gradient = _load(grad, index, count, MASKED)
     displacement = _load(delta, index, count, MASKED)
     dg += displacement * gradient
     dd += displacement * displacement
     gg += gradient * gradient
-    if COPIES or WITH_X:
+    if WITH_X:
         point = _load(x, index, count, MASKED)
-        if COPIES:
-            _store(copy, index, point.to(x.dtype.element_ty), count, MASKED)
-        if WITH_X:
-            dx += displacement * point
-            xx += point * point
+        dx += displacement * point
+        xx += point * point
     return dg, dd, gg, dx, xx
 
 
 @triton.jit(do_not_specialize=["total", "grad"])
 def sum_up(
-    table, grads, grad, chunks, partials, total, groups, copy,
-    WITH_X: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
+    table, grads, grad, chunks, partials, total, groups,
+    WITH_X: tl.constexpr, ALIGNED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk; ⟨Δ, x⟩ and ‖x‖² if `WITH_X`; and a copy of x, if it
-    `COPIES`. A tensor whose gradient has no address takes part in ‖Δ‖² alone."""
+    """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk; ⟨Δ, x⟩ and ‖x‖² if `WITH_X`. A tensor whose gradient has
+    no address takes part in ‖Δ‖² alone."""
     program = tl.program_id(0)
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -132,8 +140,6 @@ def sum_up(
     is_idle = gradient.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8)
     if is_idle:
         gradient = delta.to(tl.pointer_type(G_TYPE))
-    if COPIES:
-        copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
 
     lane = tl.arange(0, BLOCK)
     dg = tl.zeros((BLOCK,), tl.float32)
@@ -141,15 +147,13 @@ def sum_up(
     if count == CHUNK:
         for begin in tl.range(0, CHUNK, BLOCK):
             dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, copy, begin + lane, count, dg, dd, gg, dx, xx,
-                WITH_X, COPIES, False,
+                x, gradient, delta, begin + lane, count, dg, dd, gg, dx, xx, WITH_X, False,
             )  # fmt: skip
     else:
         begin = 0
         while begin < count:
             dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, copy, begin + lane, count, dg, dd, gg, dx, xx,
-                WITH_X, COPIES, True,
+                x, gradient, delta, begin + lane, count, dg, dd, gg, dx, xx, WITH_X, True,
             )  # fmt: skip
             begin += BLOCK
 
@@ -176,8 +180,7 @@ def _propose(x, g, first, second, bias_1, bias_2, made, BASE: tl.constexpr):
     if BASE == "adam" or BASE == "adamw":
         first += rest_a * (g - first)
         second = b * second + rest_b * g * g
-        # divided in full precision, as torch does
-        way = (first / bias_1) / (tl.sqrt_rn(second) / bias_2 + tl.load(made + OF_EPS))
+        way = bias_1 * first / (bias_2 * tl.sqrt(second) + tl.load(made + OF_EPS))
         if BASE == "adamw":
             way += decay * x
     elif BASE == "lion":
@@ -228,18 +231,15 @@ def update(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The step of a known base and Mechanic's, in one."""
-    if tl.load(verdict) == 0:
-        return
+    # Everything is loaded before the first branch, so that one latency hides the others.
+    goes, turn = tl.load(verdict), tl.load(verdict + 1)
     program = tl.program_id(0) // (CHUNK // BLOCK)
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    address = tl.load(grads + tensor)
+    grad = _from(address, offset, G_TYPE, ALIGNED)
     count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
-    if count <= 0:
-        return
-    grad = _gradient(grads, 0, tensor, offset, G_TYPE, ALIGNED)
-    if grad.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8):
-        return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
     first, second = delta, delta
@@ -249,7 +249,8 @@ def update(
         second = _at(table, tensor, SECOND, offset, S_TYPE, ALIGNED)
     made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
     bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
-    turn = tl.load(verdict + 1)
+    if (goes == 0) | (count <= 0) | (address == 0):
+        return
     index = tl.arange(0, BLOCK)
     if count == BLOCK:
         _update_block(
@@ -286,7 +287,7 @@ def square_proposals(
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, CHUNK).to(tl.int32)
-    grad = _gradient(grads, 0, tensor, offset, G_TYPE, ALIGNED)
+    grad = _gradient(grads, None, tensor, offset, G_TYPE, ALIGNED)
     if grad.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8):
         return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
@@ -294,7 +295,7 @@ def square_proposals(
     made += group * MADE
     squares = tl.zeros((BLOCK,), tl.float32)
     if BASE == "any":
-        copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
+        copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
@@ -327,6 +328,26 @@ def square_proposals(
 
 
 @triton.jit
+def keep(
+    table, chunks, copy,
+    ALIGNED: tl.constexpr, X_TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy x, before a base that runs by itself."""
+    program = tl.program_id(0) // (CHUNK // BLOCK)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
+    x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
+    copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
+    index = tl.arange(0, BLOCK)
+    if count == BLOCK:
+        tl.store(copy + index, tl.load(x + index))
+    else:
+        tl.store(copy + index, tl.load(x + index, mask=index < count), mask=index < count)
+
+
+@triton.jit
 def _move_block(
     x, delta, copy, index, place, count, turn, made, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -348,22 +369,19 @@ def move(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mechanic's step after any base's, which has moved x since the copy."""
-    if tl.load(verdict) == 0:
-        return
+    goes, turn = tl.load(verdict), tl.load(verdict + 1)
     program = tl.program_id(0) // (CHUNK // BLOCK)
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    address = tl.load(grads + tensor)
     count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
-    if count <= 0:
-        return
-    if tl.load(grads + tensor) == 0:
-        return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
-    copy += tl.load(table + tensor * COLUMNS + PLACE) + offset
+    copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
     made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
-    turn = tl.load(verdict + 1)
+    if (goes == 0) | (count <= 0) | (address == 0):
+        return
     index = tl.arange(0, BLOCK)
     if count == BLOCK:
         _move_block(x, delta, copy, index, offset, count, turn, made, False)

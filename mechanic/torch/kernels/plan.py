@@ -4,7 +4,10 @@ A plan is made once and holds as long as the tensors stay where they are. Gradie
 addresses are a list apart.
 """
 
+import functools
 import math
+import operator
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ from mechanic.torch.kernels import passes
 from mechanic.torch.kernels.known import ANY, Base, settings
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate
+from mechanic.torch.skipping import refuse_to_decide
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,9 +46,8 @@ class Entry(NamedTuple):
     param: Tensor
     group: int
     state: dict[str, Any]
-    kept: tuple[Tensor, ...]
-    """Its displacement and the base's slots"""
-    step: Tensor | None
+    kept: tuple[int, ...]
+    """Where its displacement and the base's slots lie"""
     kind: Kind
 
 
@@ -57,9 +60,10 @@ class Section(NamedTuple):
     partials: Tensor
 
 
-def make(optimizer: Optimizer, bases: list[Base] | None) -> "Plan | None":
+def make(optimizer: Optimizer, bases: list[Base] | None, *, arriving: bool) -> "Plan | None":
     """A plan for all parameters that have moved; None where one of them is not for the kernels.
-    `bases` are the known bases of the groups, if they are."""
+    `bases` are the known bases of the groups, if they are; gradients may be summed up one by one
+    when they are `arriving`."""
     bases = bases or [ANY] * len(optimizer.param_groups)
     entries = []
     for index, group in enumerate(optimizer.param_groups):
@@ -67,18 +71,20 @@ def make(optimizer: Optimizer, bases: list[Base] | None) -> "Plan | None":
             state = optimizer.state.get(param, {})
             if param.grad is None and DISPLACEMENT not in state:
                 continue
-            entry = _enter(param, index, bases[index], state)
+            entry = _enter(param, index, bases[index], state, arriving=arriving)
             if entry is None:
                 return None
             entries.append(entry)
     devices = {entry.param.device for entry in entries}
-    where = {entry.step.device for entry in entries if entry.step is not None}
+    where = {e.state["step"].device for e in entries if e.kind.base.has_steps}
     if len(devices) != 1 or len(where) > 1 or not sum(e.param.numel() for e in entries):
         return None
     return Plan(optimizer, bases, entries)
 
 
-def _enter(param: Tensor, group: int, base: Base, state: dict[str, Any]) -> Entry | None:
+def _enter(
+    param: Tensor, group: int, base: Base, state: dict[str, Any], *, arriving: bool
+) -> Entry | None:
     grad = param if param.grad is None else param.grad
     names = (DISPLACEMENT, *base.slots)
     kept = tuple(state[name] for name in names if isinstance(state.get(name), Tensor))
@@ -98,9 +104,9 @@ def _enter(param: Tensor, group: int, base: Base, state: dict[str, Any]) -> Entr
     ):
         return None
     is_aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
-    is_large = param.numel() >= _LARGE
+    is_large = arriving and param.numel() >= _LARGE
     kind = Kind(base, param.dtype, grad.dtype, kept[0].dtype, slots.pop(), is_aligned, is_large)
-    return Entry(param, group, state, kept, step, kind)
+    return Entry(param, group, state, tuple(map(Tensor.data_ptr, kept)), kind)
 
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
@@ -116,9 +122,12 @@ def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     return all(tensor.stride() == tensors[0].stride() for tensor in tensors)
 
 
-def upload(values: Tensor, device: torch.device, keep: list[Any] | None = None) -> Tensor:
+def upload(
+    numbers: Any, dtype: torch.dtype, device: torch.device, keep: list[Any] | None = None
+) -> Tensor:
     """Numbers on the device, without waiting. A CUDA graph copies them again at each replay: while
     one is captured, they are put into `keep`."""
+    values = torch.as_tensor(numbers, dtype=dtype, device="cpu")
     if keep is not None:
         keep.append(values)
     elif device.type == "cuda":
@@ -139,31 +148,50 @@ class Plan:
         everything = _parameters(optimizer)
         self._ids = list(map(id, everything))
         self._unseen = [param for param in everything if id(param) not in own]
-        self._fixed = [t for entry in self.entries for t in (entry.param, *entry.kept)]
-        self._at = list(map(Tensor.data_ptr, self._fixed))
+        self._states = [entry.state for entry in self.entries]
+        self._state_ids = list(map(id, optimizer.state.values()))
+        self._deltas_at = [entry.kept[0] for entry in self.entries]
+        self._params_at = list(map(Tensor.data_ptr, self.params))
+        self._slots: list[tuple[Any, list[dict[str, Any]], list[int]]] = []
         self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
-        self.steps = [entry.step for entry in self.entries if entry.step is not None]
-        self.has_steps_here = bool(self.steps) and self.steps[0].device == self.device
+        self._grad_types = [entry.kind.grad for entry in self.entries]
+        self._is_simple = not any(self._strides) and all(e.kind.is_aligned for e in self.entries)
+        self._large = [i for i, entry in enumerate(self.entries) if entry.kind.is_large]
+        self._groups = {entry.group for entry in self.entries}
+        self.half = {e.group for e in self.entries if e.kind.x == torch.float16}
+        has_steps = bases[0].has_steps
+        self.steps = [state["step"] for state in self._states] if has_steps else []
+        self.has_steps_here = has_steps and self.steps[0].device == self.device
+        for base in dict.fromkeys(entry.kind.base for entry in self.entries):
+            own_states = [e.state for e in self.entries if e.kind.base == base]
+            for name in (*base.slots, *(["step"] if base.has_steps else [])):
+                read = operator.itemgetter(name)
+                at = [read(state).data_ptr() for state in own_states]
+                self._slots.append((read, own_states, at))
         self._lay_out()
         groups = len(optimizer.param_groups)
         empty = torch.zeros((), device=self.device)
+        is_cuda = self.device.type == "cuda"
         self.made = empty.new_zeros(groups, passes.MADE.value)
         self.rates = empty.new_zeros(groups)
         self.effective_lrs = list(self.rates.unbind())
         self.verdict = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.biases = empty.new_ones(len(self.entries), 2)
-        self.no, self.yes = upload(torch.tensor([0, 1], dtype=torch.int32), self.device).unbind()
+        self.no, self.yes = upload([0, 1], torch.int32, self.device).unbind()
         self._max_norm: tuple[float, Tensor | None] = (math.inf, None)
         self._grads: tuple[list[int], Tensor | None] = ([], None)
         self._typed: tuple[list[list[float]], Tensor | None] = ([], None)
         self._has_tensor_lr = False
         self._signs: list[tuple[bool, float]] = []
+        self._answer = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_cuda)
+        self._asked = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self._summed: dict[int, tuple[int, int]] = {}
         """The gradients that were summed up as they arrived: place, address and version"""
 
     def _lay_out(self) -> None:
+        self.chunk, self.parts = passes.CHUNK, passes.CHUNK // passes.BLOCK
         sizes = [param.numel() for param in self.params]
-        chunks = [-(-size // passes.CHUNK) for size in sizes]
+        chunks = [-(-size // self.chunk) for size in sizes]
         first = [0, *accumulate(chunks)]
         self.total = first[-1]
         self.ranges = list(pairwise(first))
@@ -172,77 +200,88 @@ class Plan:
         self.copy_sizes = dict.fromkeys((entry.kind.x for entry in self.entries), 0)
         rows: list[list[int]] = []
         for entry, size in zip(self.entries, sizes, strict=True):
-            kept = [tensor.data_ptr() for tensor in entry.kept]
-            kept += [0] * (3 - len(kept))
+            kept = [*entry.kept, *[0] * (3 - len(entry.kept))]
             step = self._mirror.data_ptr() + 4 * len(rows)
-            if self.has_steps_here and entry.step is not None:
-                step = entry.step.data_ptr()
+            if self.has_steps_here:
+                step = entry.state["step"].data_ptr()
             place = self.copy_sizes[entry.kind.x]
             self.copy_sizes[entry.kind.x] = place + -(-size // 16) * 16
             rows.append([entry.param.data_ptr(), *kept, step, size, entry.group, place])
-        self.table = upload(torch.tensor(rows, dtype=torch.int64), self.device)
-        tensor = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
-        chunk = torch.arange(self.total) - torch.tensor(first[:-1])[tensor]
-        self.chunks = upload(torch.stack([tensor, chunk], 1).to(torch.int32), self.device)
+        self.table = upload(rows, torch.int64, self.device)
+        counts = torch.tensor(chunks, device="cpu")
+        tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
+        begins = torch.tensor(first[:-1], device="cpu")
+        chunk = torch.arange(self.total, device="cpu") - begins[tensor]
+        self.chunks = upload(torch.stack([tensor, chunk], 1), torch.int32, self.device)
         self.partials = torch.zeros(passes.SUMS * self.total, device=self.device)
-        self.sections = []
-        for kind in dict.fromkeys(entry.kind for entry in self.entries):
-            own = [place for place, entry in enumerate(self.entries) if entry.kind == kind]
-            begin, end = first[own[0]], first[own[-1] + 1]
+        self.sections = self._cut([entry.kind._replace(is_large=False) for entry in self.entries])
+        self._sum_sections = self._cut([entry.kind for entry in self.entries])
+
+    def _cut(self, kinds: list[Kind]) -> list[Section]:
+        """The sections of tensors of one kind, which follow one another."""
+        sections = []
+        for kind in dict.fromkeys(kinds):
+            own = [place for place, other in enumerate(kinds) if other == kind]
+            begin, end = self.ranges[own[0]][0], self.ranges[own[-1]][1]
             if end > begin:
                 tables = self.chunks[begin:], self.partials[begin:]
-                self.sections.append(Section(kind, end - begin, *tables))
+                sections.append(Section(kind, end - begin, *tables))
+        return sections
 
     def find_grads(self, optimizer: Optimizer) -> list[int] | None:
         """The address of each gradient, 0 where there is none; None if the plan does not hold any
-        more."""
-        if list(map(id, _parameters(optimizer))) != self._ids:
+        more, as far as sums go. Asked before anything is launched, it is made to be fast."""
+        if [
+            id(param) for group in optimizer.param_groups for param in group["params"]
+        ] != self._ids:
+            return None
+        if list(map(id, optimizer.state.values())) != self._state_ids:
+            return None
+        if not _lie_at(self._deltas_at, _read_displacement, self._states):
             return None
         if any(param.grad is not None for param in self._unseen):
             return None
-        if not self._has_state_of(optimizer):
-            return None
-        if list(map(Tensor.data_ptr, self._fixed)) != self._at:
-            return None
+        grads: list[Any] = [param.grad for param in self.params]
+        if self._is_simple and set(map(type, grads)) == {Tensor}:
+            found = list(map(Tensor.data_ptr, grads))
+            if (
+                [grad.dtype for grad in grads] == self._grad_types
+                and {grad.layout for grad in grads} == {torch.strided}
+                and all(map(Tensor.is_contiguous, grads))
+                and functools.reduce(operator.or_, found) % 16 == 0
+                and 0 not in found
+            ):
+                return found
         addresses = []
-        for param, entry, strides in zip(self.params, self.entries, self._strides, strict=True):
-            grad = param.grad
-            if grad is None:
-                addresses.append(0)
-                continue
-            address = _address(grad, entry.kind, strides)
+        for grad, entry, strides in zip(grads, self.entries, self._strides, strict=True):
+            address = 0 if grad is None else _address(grad, entry.kind, strides)
             if address is None:
                 return None
             addresses.append(address)
         return addresses
 
-    def _has_state_of(self, optimizer: Optimizer) -> bool:
-        every = optimizer.state
-        for param, group, state, kept, step, _ in self.entries:
-            if every.get(param) is not state or state.get(DISPLACEMENT) is not kept[0]:
-                return False
-            slots = self.bases[group].slots
-            if slots and state.get(slots[0]) is not kept[1]:
-                return False
-            if len(slots) > 1 and state.get(slots[1]) is not kept[2]:
-                return False
-            if step is not None and state.get("step") is not step:
-                return False
-        return True
+    def holds(self) -> bool:
+        """Whether everything else is where it was."""
+        return list(map(Tensor.data_ptr, self.params)) == self._params_at and all(
+            _lie_at(at, read, states) for read, states, at in self._slots
+        )
 
     def place_grads(self, addresses: list[int], keep: list[Any] | None) -> Tensor:
         """The list of the gradients' addresses, on the device."""
         own, placed = self._grads
         if placed is None or own != addresses or keep is not None:
-            placed = upload(torch.tensor(addresses, dtype=torch.int64), self.device, keep)
+            placed = upload(addresses, torch.int64, self.device, keep)
             if keep is None:
                 self._grads = (addresses, placed)
         return placed
 
     def type_in(
-        self, optimizer: Any, rates: list[Rate], present: set[int], keep: list[Any] | None
+        self, optimizer: Any, rates: list[Rate], addresses: list[int], keep: list[Any] | None
     ) -> Tensor:
         """The table of the groups' settings, on the device."""
+        present = self._groups
+        if 0 in addresses:
+            present = {e.group for e, at in zip(self.entries, addresses, strict=True) if at}
         rows: list[list[float]] = []
         tensors: list[tuple[int, Tensor, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
@@ -258,7 +297,7 @@ class Plan:
         self._has_tensor_lr = bool(tensors)
         had, placed = self._typed
         if placed is None or had != rows or keep is not None:
-            placed = upload(torch.tensor(rows, dtype=torch.float64), self.device, keep)
+            placed = upload(rows, torch.float64, self.device, keep)
             if keep is None:
                 self._typed = (rows, placed)
         for index, lr, unit in tensors:
@@ -270,8 +309,7 @@ class Plan:
     def max_norm(self, value: float) -> Tensor | None:
         """A number on the device, None for no limit."""
         if value != self._max_norm[0]:
-            number = torch.tensor(value, dtype=torch.float64)
-            self._max_norm = (value, upload(number, self.device))
+            self._max_norm = (value, upload(value, torch.float64, self.device))
         return self._max_norm[1]
 
     def arrived(self, param: Tensor) -> tuple[int, int, Tensor] | None:
@@ -281,7 +319,9 @@ class Plan:
         if place is None or grad is None or groups is None:
             return None
         kind, strides = self.entries[place].kind, self._strides[place]
-        if not kind.is_large or not self.is_known or self._has_tensor_lr:
+        if not kind.is_large or self._has_tensor_lr:
+            return None
+        if not _lie_at([self._deltas_at[place]], _read_displacement, [self._states[place]]):
             return None
         address = _address(grad, kind, strides)
         if address is None:
@@ -295,20 +335,38 @@ class Plan:
         """The sections that have a gradient which was not summed up as it arrived, or which has
         been changed since: clipped, unscaled."""
         summed, self._summed = self._summed, {}
-        if not summed or _signs(self._typed[0]) != self._signs or self._has_tensor_lr:
-            return self.sections
-        left = set()
-        for place, (param, entry) in enumerate(zip(self.params, self.entries, strict=True)):
-            grad = param.grad
+        if not summed or self._has_tensor_lr or _signs(self._typed[0]) != self._signs:
+            return self._sum_sections
+        left = {entry.kind for entry in self.entries if not entry.kind.is_large}
+        for place in self._large:
+            grad = self.params[place].grad
             if grad is None or summed.get(place) != (grad.data_ptr(), grad._version):
-                left.add(entry.kind)
-        return [section for section in self.sections if section.kind in left]
+                left.add(self.entries[place].kind)
+        return [section for section in self._sum_sections if section.kind in left]
+
+    def on_device(self) -> Any:
+        """Launch on the plan's device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def ask(self, question: Tensor) -> None:
+        """Have the device answer a question of yes or no; what is launched later is not waited
+        for."""
+        refuse_to_decide(question)
+        self._answer.copy_(question, non_blocking=True)
+        if self._asked is not None:
+            self._asked.record()
+
+    def wait_for_answer(self) -> bool:
+        """The answer to the question, when the device has come to it."""
+        if self._asked is not None:
+            self._asked.synchronize()
+        return bool(self._answer)
 
     def mirror_steps(self) -> None:
         """Where a base counts its steps on the host: bring the device's to the same."""
         steps = [float(step) for step in self.steps]
         if steps != self._mirrored:
-            self._mirror.copy_(upload(torch.tensor(steps), self.device))
+            self._mirror.copy_(upload(steps, torch.float32, self.device))
             self._mirrored = steps
 
     def count_steps(self, addresses: list[int]) -> None:
@@ -329,6 +387,16 @@ def _address(grad: Tensor, kind: Kind, strides: tuple[int, ...] | None) -> int |
         return None
     address = grad.data_ptr()
     return None if kind.is_aligned and address % 16 else address or _EMPTY
+
+
+_read_displacement = operator.itemgetter(DISPLACEMENT)
+
+
+def _lie_at(addresses: list[int], read: Any, states: list[dict[str, Any]]) -> bool:
+    try:
+        return list(map(Tensor.data_ptr, map(read, states))) == addresses
+    except (KeyError, TypeError):  # it is no longer there, or no longer a tensor
+        return False
 
 
 def _signs(rows: list[list[float]]) -> list[tuple[bool, float]]:

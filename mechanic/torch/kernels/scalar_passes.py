@@ -39,7 +39,7 @@ from mechanic.torch.kernels.passes import (
     B,
 )
 
-_SPAN = tl.constexpr(1024)  # the lanes of what runs over all chunks or tensors
+_SPAN = tl.constexpr(4096)  # the lanes of what runs over all chunks or tensors
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def _write_biases(table, grads, tensors, typed, biases, steps_more, STORES: tl.c
         if STORES:
             tl.store(address, step, mask=inside)
         own = typed + tl.load(row + GROUP, mask=inside, other=0) * TYPED
-        bias_1 = _bias(step, tl.load(own + LOG_A, mask=inside, other=-1.0))
-        bias_2 = tl.sqrt(_bias(step, tl.load(own + LOG_B, mask=inside, other=-1.0)))
+        bias_1 = 1.0 / _bias(step, tl.load(own + LOG_A, mask=inside, other=-1.0))
+        bias_2 = 1.0 / tl.sqrt(_bias(step, tl.load(own + LOG_B, mask=inside, other=-1.0)))
         tl.store(biases + 2 * tensor, bias_1.to(tl.float32), mask=inside)
         tl.store(biases + 2 * tensor + 1, bias_2.to(tl.float32), mask=inside)
         begin += _SPAN
@@ -168,13 +168,13 @@ def tune(
     lane = tl.arange(0, LANES)
     own = lane < N
     zero = tl.full((), 0.0, tl.float64)
-    dx, xx, uu = zero, zero, zero
+    dx, xx, gg, uu = zero, zero, zero, zero
     if WITH_X:
         dx, xx = _total(partials, DX, total) * of_delta, _total(partials, XX, total)
+        gg = _total(partials, GG, total) * factor * factor
     if WAITS:
         uu = _total(partials, UU, total)
     dg = dg * of_delta * factor
-    gg = _total(partials, GG, total) * factor * factor
     dd = _total(partials, DD, total) * of_delta * of_delta
     takes_part = is_live & finite
     betas = tl.load(beta + lane, mask=own, other=0.0)
