@@ -6,11 +6,12 @@ methods and what pickles it; nothing is proxied. `mechanic.torch.step` has the s
 
 import copyreg
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, overload
 from weakref import ref
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from mechanic.options import PAPER_BETAS, Options, Preset
 from mechanic.torch import checkpoint, fast, sharding, vectors, zero
@@ -156,6 +157,7 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
             "one. Mechanize the inner optimizer before it is wrapped."
         )
     _refuse_replaced_step(optimizer)
+    _refuse_to_clip(optimizer, options)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     optimizer.__class__ = mechanized_class(base, options)
     _attach(optimizer, options, process_group)
@@ -243,6 +245,16 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
         raise ValueError(
             f"the step of this {type(optimizer).__name__} was replaced on the instance, by "
             f"{patched!r}, which would bypass the tuner. Call mechanize before what replaces it."
+        )
+
+
+def _refuse_to_clip(optimizer: Optimizer, options: Options) -> None:
+    several = isinstance(optimizer, LBFGS)  # it evaluates gradients of its own
+    if options.max_grad_norm < math.inf and (several or optimizer.defaults.get("differentiable")):
+        raise ValueError(
+            f"max_grad_norm={options.max_grad_norm} changes the gradients in place, which "
+            f"{'LBFGS' if several else 'differentiable=True'} does not allow. Leave it out, and "
+            "clip where the gradients are made."
         )
 
 

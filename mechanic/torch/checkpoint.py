@@ -90,7 +90,9 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
     def put_back(_: Optimizer) -> None:
         for param, displacement in displacements.items():
             optimizer.state[param][DISPLACEMENT] = displacement.to(
-                device=param.device, dtype=vectors.displacement_dtype(param), copy=True
+                device=param.device,
+                dtype=vectors.displacement_dtype(param, mechanism.options),
+                copy=True,
             )
         load_tuner(mechanism, saved)
         mechanism.publish_rates(optimizer)

@@ -57,7 +57,7 @@ def find_plan(
     if not _is_for_kernels(optimizer, mechanism, is_known=bases is not None):
         return None
     own: Plan | None = mechanism.plan
-    if own is not None and own.bases == (bases or [known.ANY] * len(own.bases)):
+    if own is not None and own.bases == (bases or [known.ANY] * len(optimizer.param_groups)):
         addresses = own.find_grads(optimizer)
         if addresses is not None:
             return own, addresses
@@ -155,12 +155,12 @@ def _begin(
     keep: list[Any] | None = mechanism.captured if _is_capturing(mechanism) else None
     if keep is not None:
         keep.append(plan)
-    is_sound = mechanism.options.s_decay == 0 or plan.holds()  # else the sums read x
+    is_sound = mechanism.options.s_decay == 0 or plan.holds(optimizer)  # else the sums read x
     with torch.no_grad(), plan.on_device():
         inputs = _gather(optimizer, mechanism, plan, addresses, rates, risen, keep)
         if is_sound:
             launch.sum_up(plan, mechanism, inputs, plan.take_unsummed())
-    return _Turn(plan, addresses, inputs, rates, lrs, waits, is_sound and plan.holds())
+    return _Turn(plan, addresses, inputs, rates, lrs, waits, is_sound and plan.holds(optimizer))
 
 
 def _run_known(mechanism: Mechanism, turn: _Turn) -> None:
@@ -281,4 +281,4 @@ def _arrive(mechanism: Mechanism, param: Tensor) -> None:
     arrived = plan.arrived(param)
     if arrived is not None:
         with torch.no_grad(), plan.on_device():
-            launch.sum_one(plan, mechanism, *arrived)
+            launch.sum_one(plan, mechanism, *arrived, plan.table)

@@ -1,5 +1,6 @@
 """The sums that a step takes: this process's part of them, completed by `sharding.begin_sums`."""
 
+import math
 from itertools import chain
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def measure(
     unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
     gg: Tensor | float = 0.0
     dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
-    if options.s_decay:
+    if options.s_decay or options.max_grad_norm < math.inf:
         squares = [vectors.squares(b.grads, b.dtype) for b in batches if b.counts]
         gg = vectors.total(chain.from_iterable(squares), home) * unscale**2
     x1, d = _new_reference(optimizer, mechanism, batches)

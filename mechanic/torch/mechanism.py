@@ -49,8 +49,6 @@ class Mechanism:
         self.process_group = process_group
         """The processes that the parameters are spread over, where that was said"""
         self._ranks: Ranks | None = None
-        self.plan: Any = None
-        """Where the kernels find everything (`kernels.plan.Plan`), on a GPU"""
         self.captured: list[Any] = []
         """What the replays of CUDA graphs read"""
         self.listening: dict[Tensor, Any] = {}
@@ -64,6 +62,8 @@ class Mechanism:
         self._start(self.scale.device)
 
     def _start(self, home: torch.device) -> None:
+        self.plan: Any = None
+        """Where the kernels find everything (`kernels.plan.Plan`), on a GPU"""
         dtype = vectors.scalar_dtype(home)
         zero = torch.zeros((), dtype=dtype, device=home)
         options = self.options

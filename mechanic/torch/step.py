@@ -1,5 +1,6 @@
 """One mechanized step: gradients → sums → tuner → scale → parameters."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic import tuner
+from mechanic.options import Options
 from mechanic.torch import closures, fast, sharding, vectors
 from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
 from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
@@ -44,8 +46,9 @@ def step(
     done, result = fast.step(optimizer, mechanism, base_step, args, kwargs, loss)
     if done:
         return result
+    mechanism.plan = None  # what it knows of the displacements is over with this step
     with torch.set_grad_enabled(recorded):
-        batches = _gather(optimizer, ranks)
+        batches = _gather(optimizer, mechanism.options, ranks)
     if not batches and ranks is None:
         return base_step(optimizer, *args, **kwargs)
     _follow(optimizer, mechanism, batches)
@@ -74,6 +77,8 @@ def step(
             if not finite:
                 mechanism.count(finite)
                 return loss
+        if mechanism.options.max_grad_norm < math.inf:
+            parts = _clip(mechanism, batches, parts)
         mechanism.start_at(rates, finite)
 
     own_skip = (
@@ -127,13 +132,13 @@ def step(
     return result
 
 
-def _gather(optimizer: Optimizer, ranks: Ranks | None) -> list[Batch]:
+def _gather(optimizer: Optimizer, options: Options, ranks: Ranks | None) -> list[Batch]:
     """The parameters that have a gradient, in batches. New ones get a displacement of zero, which
     `_admit` makes part of the optimizer's state when the base has made its own."""
 
     def displacement(param: Tensor) -> Tensor:
         stored = optimizer.state.get(param, {}).get(DISPLACEMENT)
-        return vectors.new_displacement(param) if stored is None else stored
+        return vectors.new_displacement(param, options) if stored is None else stored
 
     return vectors.batches(
         (
@@ -154,6 +159,15 @@ def _follow(optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]) ->
     if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
         refuse_capture(optimizer, mechanism, batches)
     mechanism.to(home)
+
+
+def _clip(mechanism: Mechanism, batches: list[Batch], parts: Parts) -> Parts:
+    """Clip the gradients to a norm; the sums follow."""
+    norm = torch.as_tensor(parts.gg, device=parts.dg.device).sqrt()
+    factor = (mechanism.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+    for batch in batches:
+        vectors.clip(batch, factor)
+    return parts._replace(dg=parts.dg * factor, gg=parts.gg * factor**2)
 
 
 def _admit(

@@ -1,8 +1,8 @@
 """The passes over the parameters: the sums that the tuner reads, and the update it scales.
 
 This is the plain path: torch operators on lists of tensors, on any device, with no host
-synchronisation. A parameter's displacement is float32 (float64 for float64 parameters) and has the
-parameter's shape; complex numbers stand in it as pairs of real ones.
+synchronisation. A parameter's displacement is float32 (float64 for float64 parameters, bfloat16 on
+request) and has the parameter's shape; complex numbers stand in it as pairs of real ones.
 
 It is stored up to one factor for all parameters, Δ = share·stored, so that a rule that forgets a
 part of Δ changes a number instead of passing over the parameters.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic.options import Options
 from mechanic.torch.sharding import local
 
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
@@ -47,13 +48,13 @@ class Batch(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the displacements."""
-        return self.displacements[0].dtype
+        """The dtype that is computed in."""
+        return working_dtype(self.params[0])
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a parameter holds its value less exactly than its displacement does."""
-        return self.params[0].dtype != self.dtype
+        """Whether parameters or displacements are held less exactly than they are computed."""
+        return {self.params[0].dtype, self.displacements[0].dtype} != {self.dtype}
 
 
 class Coefficients(NamedTuple):
@@ -65,7 +66,7 @@ class Coefficients(NamedTuple):
     gain: Tensor
 
     def like(self, batch: Batch) -> "Coefficients":
-        """The same on the device and in the dtype of a batch's displacements."""
+        """The same on the device of a batch, and in the dtype that it is computed in."""
         return Coefficients(*(value.to(batch.device, batch.dtype) for value in self))
 
 
@@ -74,13 +75,20 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def new_displacement(param: Tensor) -> Tensor:
+def new_displacement(param: Tensor, options: Options) -> Tensor:
     """A displacement of zero."""
-    return torch.zeros_like(real(param.detach()), dtype=displacement_dtype(param))
+    return torch.zeros_like(real(param.detach()), dtype=displacement_dtype(param, options))
 
 
-def displacement_dtype(param: Tensor) -> torch.dtype:
+def displacement_dtype(param: Tensor, options: Options) -> torch.dtype:
     """The dtype of a parameter's displacement."""
+    working = working_dtype(param)
+    narrow = options.displacement == "bfloat16" and working == torch.float32
+    return torch.bfloat16 if narrow else working
+
+
+def working_dtype(param: Tensor) -> torch.dtype:
+    """The dtype that a parameter's step is computed in."""
     return torch.float64 if param.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -90,7 +98,7 @@ def displacement_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def inner(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-    """⟨a, b⟩ of each pair, in the dtype of `a`, which is dense; `b` may be sparse."""
+    """⟨a, b⟩ of each pair, in the dtype that `a` is computed in; `b` may be sparse."""
     return [_inner(*pair) for pair in zip(a, b, strict=True)]
 
 
@@ -98,11 +106,12 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     if b.is_sparse:
         b = b.coalesce()
         a, b = a.sparse_mask(b).values(), b.values()
+    dtype = working_dtype(a)
     if a.numel() <= _SMALL:
-        return torch.mul(a, b.to(a.dtype)).sum()
-    if b.dtype == a.dtype and a.is_contiguous() and b.is_contiguous():
+        return torch.mul(a.to(dtype), b.to(dtype)).sum()
+    if b.dtype == a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
-    parts = [torch.mul(x, y.to(a.dtype)).sum() for _, (x, y) in _pieces(a, b)]
+    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in _pieces(a, b)]
     return torch.stack(parts).sum()
 
 
@@ -172,7 +181,7 @@ def shift(batch: Batch, by: Tensor) -> None:
     """Move the parameters by a multiple of the stored displacement."""
     if batch.is_narrow:
         for param, delta in zip(batch.params, batch.displacements, strict=True):
-            param.copy_(torch.addcmul(param.to(delta.dtype), delta, by))
+            param.copy_(torch.addcmul(param.to(batch.dtype), delta.to(batch.dtype), by))
     else:
         torch._foreach_addcmul_(batch.params, batch.displacements, [by] * len(batch.params))
 
@@ -204,9 +213,11 @@ def apply(
     if batch.is_narrow:
         for tensors in zip(params, before, origin, stored, strict=True):
             for first, (param, x, base_x, delta) in _pieces(*tensors):
-                proposal = param.to(delta.dtype) - base_x
-                point = x.to(delta.dtype).addcmul_(delta, by.grow).addcmul_(proposal, by.scale)
-                delta.addcmul_(proposal, by.gain)
+                proposal = param.to(batch.dtype) - base_x
+                wide = delta.to(batch.dtype)
+                point = torch.addcmul(x, wide, by.grow).addcmul_(proposal, by.scale)
+                moved = torch.addcmul(wide, proposal, by.gain)
+                delta.copy_(dither(moved, delta.dtype, step, first, later=True))
                 param.copy_(dither(point, param.dtype, step, first))
         return
     torch._foreach_addcmul_(before, stored, [by.grow] * count)
@@ -244,15 +255,26 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         yield index * rows * row, piece
 
 
-def dither(point: Tensor, dtype: torch.dtype, step: Tensor, first: int = 0) -> Tensor:
+def clip(batch: Batch, factor: Tensor) -> None:
+    """Multiply the gradients with a factor, in place."""
+    for grad in batch.grads:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+def dither(
+    point: Tensor, dtype: torch.dtype, step: Tensor, first: int = 0, *, later: bool = False
+) -> Tensor:
     """Round to a narrow dtype so that many small steps add up to what they should.
 
     Rounding to nearest would swallow every step below half a unit in the last place. Here an
     element is rounded down or up in proportion to where it lies between its neighbours, against
     a threshold that runs evenly through [0, 1) from step to step and from element to element
     (Roberts' R2 sequence), so that it is reproducible and needs no random state. A value that
-    `dtype` can represent is left as it is. `first` is the place of the first element in its tensor.
+    `dtype` can represent is left as it is. `first` is the place of the first element in its tensor;
+    what is rounded `later` has thresholds that lie half a turn on.
     """
+    if point.dtype == dtype:
+        return point
     info = torch.finfo(dtype)
     digits = 1 - round(math.log2(info.eps))
     smallest = round(math.log2(info.smallest_normal) + math.log2(info.eps))
@@ -260,6 +282,7 @@ def dither(point: Tensor, dtype: torch.dtype, step: Tensor, first: int = 0) -> T
     unit = torch.exp2(exponent.clamp_(min=smallest).to(point.dtype))
     index = torch.arange(first, first + point.numel(), device=point.device).view(point.shape)
     sequence = index * 0xC13FA9A9 + step.to(point.device) * 0x91E10DA5  # 2³²/ρ and 2³²/ρ²
+    sequence = sequence + (later << 31)
     threshold = (sequence >> 8 & 0xFFFFFF).to(point.dtype) / (1 << 24)
     steps = point / unit
     below = steps.floor()

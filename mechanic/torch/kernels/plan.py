@@ -7,6 +7,7 @@ addresses are a list apart.
 import functools
 import math
 import operator
+from collections.abc import Collection
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ class Section(NamedTuple):
     """The launch over all tensors of one kind: a range of the chunks."""
 
     kind: Kind
+    first: int
     programs: int
     chunks: Tensor
     partials: Tensor
@@ -127,11 +129,10 @@ def upload(
 ) -> Tensor:
     """Numbers on the device, without waiting. A CUDA graph copies them again at each replay: while
     one is captured, they are put into `keep`."""
-    values = torch.as_tensor(numbers, dtype=dtype, device="cpu")
+    pinned = device.type == "cuda" and keep is None
+    values = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned)
     if keep is not None:
         keep.append(values)
-    elif device.type == "cuda":
-        values = values.pin_memory()
     return values.to(device, non_blocking=True, copy=True)
 
 
@@ -145,18 +146,16 @@ class Plan:
         self.places = {param: place for place, param in enumerate(self.params)}
         self.device = self.params[0].device
         own = set(map(id, self.params))
-        everything = _parameters(optimizer)
-        self._ids = list(map(id, everything))
-        self._unseen = [param for param in everything if id(param) not in own]
+        self._params = [list(group["params"]) for group in optimizer.param_groups]
+        self._unseen = [p for params in self._params for p in params if id(p) not in own]
         self._states = [entry.state for entry in self.entries]
-        self._state_ids = list(map(id, optimizer.state.values()))
+        self._all_states = list(optimizer.state.values())
         self._deltas_at = [entry.kept[0] for entry in self.entries]
         self._params_at = list(map(Tensor.data_ptr, self.params))
         self._slots: list[tuple[Any, list[dict[str, Any]], list[int]]] = []
         self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
         self._grad_types = [entry.kind.grad for entry in self.entries]
         self._is_simple = not any(self._strides) and all(e.kind.is_aligned for e in self.entries)
-        self._large = [i for i, entry in enumerate(self.entries) if entry.kind.is_large]
         self._groups = {entry.group for entry in self.entries}
         self.half = {e.group for e in self.entries if e.kind.x == torch.float16}
         has_steps = bases[0].has_steps
@@ -185,8 +184,11 @@ class Plan:
         self._signs: list[tuple[bool, float]] = []
         self._answer = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_cuda)
         self._asked = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._summed: dict[int, tuple[int, int]] = {}
-        """The gradients that were summed up as they arrived: place, address and version"""
+        self.compiled: dict[Any, Any] = {}
+        self._alones: dict[int, Section] = {}
+        self._forget_arrivals()
+        self._is_fresh = False
+        """Whether the gradients of this step were all seen when they arrived"""
 
     def _lay_out(self) -> None:
         self.chunk, self.parts = passes.CHUNK, passes.CHUNK // passes.BLOCK
@@ -208,14 +210,11 @@ class Plan:
             self.copy_sizes[entry.kind.x] = place + -(-size // 16) * 16
             rows.append([entry.param.data_ptr(), *kept, step, size, entry.group, place])
         self.table = upload(rows, torch.int64, self.device)
-        counts = torch.tensor(chunks, device="cpu")
-        tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
-        begins = torch.tensor(first[:-1], device="cpu")
-        chunk = torch.arange(self.total, device="cpu") - begins[tensor]
-        self.chunks = upload(torch.stack([tensor, chunk], 1), torch.int32, self.device)
+        rows = [[tensor, own] for tensor, count in enumerate(chunks) for own in range(count)]
+        self.chunks = upload(rows, torch.int32, self.device)
         self.partials = torch.zeros(passes.SUMS * self.total, device=self.device)
         self.sections = self._cut([entry.kind._replace(is_large=False) for entry in self.entries])
-        self._sum_sections = self._cut([entry.kind for entry in self.entries])
+        self._sums = self._cut([entry.kind for entry in self.entries])
 
     def _cut(self, kinds: list[Kind]) -> list[Section]:
         """The sections of tensors of one kind, which follow one another."""
@@ -225,18 +224,22 @@ class Plan:
             begin, end = self.ranges[own[0]][0], self.ranges[own[-1]][1]
             if end > begin:
                 tables = self.chunks[begin:], self.partials[begin:]
-                sections.append(Section(kind, end - begin, *tables))
+                sections.append(Section(kind, begin, end - begin, *tables))
         return sections
 
     def find_grads(self, optimizer: Optimizer) -> list[int] | None:
         """The address of each gradient, 0 where there is none; None if the plan does not hold any
         more, as far as sums go. Asked before anything is launched, it is made to be fast."""
-        if [
-            id(param) for group in optimizer.param_groups for param in group["params"]
-        ] != self._ids:
+        groups = optimizer.param_groups
+        if not all(
+            _are_same(g["params"], own) for g, own in zip(groups, self._params, strict=True)
+        ):
             return None
-        if list(map(id, optimizer.state.values())) != self._state_ids:
-            return None
+        if self._arrivals:
+            self._is_fresh = self._has_arrived()
+            if self._is_fresh:
+                return list(self._arrived_at)
+        self._is_fresh = False
         if not _lie_at(self._deltas_at, _read_displacement, self._states):
             return None
         if any(param.grad is not None for param in self._unseen):
@@ -260,10 +263,13 @@ class Plan:
             addresses.append(address)
         return addresses
 
-    def holds(self) -> bool:
+    def holds(self, optimizer: Optimizer) -> bool:
         """Whether everything else is where it was."""
-        return list(map(Tensor.data_ptr, self.params)) == self._params_at and all(
-            _lie_at(at, read, states) for read, states, at in self._slots
+        if list(map(Tensor.data_ptr, self.params)) != self._params_at:
+            return False
+        return self._is_fresh or (
+            _are_same(optimizer.state.values(), self._all_states)
+            and all(_lie_at(at, read, states) for read, states, at in self._slots)
         )
 
     def place_grads(self, addresses: list[int], keep: list[Any] | None) -> Tensor:
@@ -312,41 +318,61 @@ class Plan:
             self._max_norm = (value, upload(value, torch.float64, self.device))
         return self._max_norm[1]
 
-    def arrived(self, param: Tensor) -> tuple[int, int, Tensor] | None:
-        """Note the gradient of a parameter as summed up; gives its place and address, and the table
-        of the groups. None where it is left to the step."""
+    def arrived(self, param: Tensor) -> tuple[Section, int, Tensor] | None:
+        """Note that the gradient of a parameter has arrived, where everything else of it is where
+        it was. Gives its own section, its address and the table of the groups, to sum it up; None
+        where that is left to the step."""
         place, grad, groups = self.places.get(param), param.grad, self._typed[1]
-        if place is None or grad is None or groups is None:
+        if place is None or grad is None or groups is None or self._has_tensor_lr:
             return None
-        kind, strides = self.entries[place].kind, self._strides[place]
-        if not kind.is_large or self._has_tensor_lr:
+        _, _, state, kept, kind = self.entries[place]
+        address = _address(grad, kind, self._strides[place])
+        if address is None or not _lies_at(kept, state, (DISPLACEMENT, *kind.base.slots)):
             return None
-        if not _lie_at([self._deltas_at[place]], _read_displacement, [self._states[place]]):
-            return None
-        address = _address(grad, kind, strides)
-        if address is None:
-            return None
-        if not self._summed:
+        if self._arrivals == 0:
             self._signs = _signs(self._typed[0])
-        self._summed[place] = (address, grad._version)
-        return place, address, groups
+        self._arrived_at[place], self._versions[place] = address, grad._version
+        self._arrivals += 1
+        if self._arrivals % len(self.entries) == 0:
+            self.place_grads(list(self._arrived_at), None)  # for the step, which it would hold up
+        return (self._alone(place), address, groups) if kind.is_large else None
+
+    def _forget_arrivals(self) -> None:
+        self._arrivals = 0
+        """How many gradients have arrived since the last step, those that did again counted too"""
+        self._arrived_at = [0] * len(self.entries)
+        self._versions = [-1] * len(self.entries)
+
+    def _has_arrived(self) -> bool:
+        """Whether all gradients are those that arrived: not clipped or unscaled since."""
+        if self._arrivals < len(self.entries):
+            return False
+        grads: list[Any] = [param.grad for param in self.params]
+        return (
+            set(map(type, grads)) == {Tensor}
+            and list(map(Tensor.data_ptr, grads)) == self._arrived_at
+            and [grad._version for grad in grads] == self._versions
+        )
+
+    def _alone(self, place: int) -> Section:
+        if place not in self._alones:
+            begin, end = self.ranges[place]
+            tables = self.chunks[begin:], self.partials[begin:]
+            self._alones[place] = Section(self.entries[place].kind, begin, end - begin, *tables)
+        return self._alones[place]
 
     def take_unsummed(self) -> list[Section]:
-        """The sections that have a gradient which was not summed up as it arrived, or which has
-        been changed since: clipped, unscaled."""
-        summed, self._summed = self._summed, {}
-        if not summed or self._has_tensor_lr or _signs(self._typed[0]) != self._signs:
-            return self._sum_sections
-        left = {entry.kind for entry in self.entries if not entry.kind.is_large}
-        for place in self._large:
-            grad = self.params[place].grad
-            if grad is None or summed.get(place) != (grad.data_ptr(), grad._version):
-                left.add(self.entries[place].kind)
-        return [section for section in self._sum_sections if section.kind in left]
+        """The sections that were not summed up as their gradients arrived."""
+        arrived = self._is_fresh and _signs(self._typed[0]) == self._signs
+        arrived = arrived and not self._has_tensor_lr
+        self._forget_arrivals()
+        return [section for section in self._sums if not (arrived and section.kind.is_large)]
 
     def on_device(self) -> Any:
         """Launch on the plan's device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def ask(self, question: Tensor) -> None:
         """Have the device answer a question of yes or no; what is launched later is not waited
@@ -399,10 +425,17 @@ def _lie_at(addresses: list[int], read: Any, states: list[dict[str, Any]]) -> bo
         return False
 
 
+def _lies_at(addresses: tuple[int, ...], state: dict[str, Any], names: tuple[str, ...]) -> bool:
+    return all(
+        _lie_at([at], operator.itemgetter(n), [state])
+        for at, n in zip(addresses, names, strict=True)
+    )
+
+
 def _signs(rows: list[list[float]]) -> list[tuple[bool, float]]:
     """What of the groups' settings goes into the sums."""
     return [(row[passes.LR.value] != 0, row[passes.SIGN.value]) for row in rows]
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _are_same(these: Collection[Any], those: Collection[Any]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
