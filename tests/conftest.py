@@ -1,11 +1,15 @@
 """What several files of tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from mechanic.bench.data import Data
+
+if not torch.cuda.is_available():  # Triton's interpreter runs the kernels; asked for at its import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")

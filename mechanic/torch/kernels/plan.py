@@ -129,7 +129,7 @@ def upload(
 ) -> Tensor:
     """Numbers on the device, without waiting. A CUDA graph copies them again at each replay: while
     one is captured, they are put into `keep`."""
-    pinned = device.type == "cuda" and keep is None
+    pinned = device.type == "cuda"
     values = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned)
     if keep is not None:
         keep.append(values)
