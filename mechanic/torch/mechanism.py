@@ -40,6 +40,12 @@ NO_PICKLE = (
 )
 
 
+def write(to: list[Tensor], values: list[Tensor]) -> None:
+    """Write scalars in place. (In a list: compiled, what is written to a single float64 on a CPU is
+    lost in torch 2.13.)"""
+    torch._foreach_copy_(to, values)
+
+
 class Mechanism:
     """The tuner of one optimizer. All tensors are 0-d, or one number a β, on one device, and are
     written in place: the replays of a CUDA graph find them where they were captured."""
@@ -144,18 +150,22 @@ class Mechanism:
         if isinstance(unit, Tensor):
             unit = unit.to(self.share)
         first = (self.updates == 0) & (unit > 0) & finite
-        self.share.copy_(torch.where(first, unit, self.share))  # a number is not copied there
+        write([self.share], [torch.where(first, unit, self.share)])
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
 
     @property
     def is_starting(self) -> bool:
         """Whether these may be the first steps, as far as the host knows."""
+        if torch.compiler.is_compiling():
+            return True  # a count on the host would have every step compiled anew
         return self._sure < EXACT and self._unsure < 2 * EXACT
 
     def learn(self, takes_part: Tensor | bool) -> None:
         """Count a step that the tuner learns from; whether it does, the device may decide."""
         self.updates.add_(takes_part)
+        if torch.compiler.is_compiling():
+            return
         if isinstance(takes_part, Tensor):
             self._unsure += self.is_starting
         else:
@@ -167,8 +177,7 @@ class Mechanism:
 
     def set(self, state: tuner.State, share: Tensor) -> None:
         """Take over what the tuner has learned."""
-        new = (*state, state.s.sum(), share)
-        torch._foreach_copy_([*self.state, self.scale, self.share], list(new))
+        write([*self.state, self.scale, self.share], [*state, state.s.sum(), share])
 
     def note_rates(self, lrs: list[Any]) -> None:
         """Keep the learning rates that this step was made at."""

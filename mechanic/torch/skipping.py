@@ -73,3 +73,26 @@ def skipping(optimizer: Optimizer, batches: list[Batch], finite: Tensor) -> Iter
         for value in optimizer.state.get(owner, {}).values():
             if isinstance(value, Tensor):
                 value.masked_fill_(~finite.to(value.device), 0)
+
+
+@contextmanager
+def selecting(
+    optimizer: Optimizer, batches: list[Batch], before: list[list[Tensor]], finite: Tensor
+) -> Iterator[None]:
+    """Run the base in any case, and undo it on the device where the gradients are not finite. The
+    copies that this takes are worth it in a compiled step, which has no other way."""
+    owners = [owner for batch in batches for owner in batch.owners]
+    had = [
+        {name: v.clone() for name, v in optimizer.state.get(o, {}).items() if isinstance(v, Tensor)}
+        for o in owners
+    ]
+    yield
+    with torch.no_grad():
+        for batch, points in zip(batches, before, strict=True):
+            for param, point in zip(batch.params, points, strict=True):
+                param.copy_(torch.where(finite.to(param.device), param, point))
+        for owner, old in zip(owners, had, strict=True):
+            for name, value in optimizer.state.get(owner, {}).items():
+                if isinstance(value, Tensor):
+                    kept = old[name] if name in old else torch.zeros_like(value)
+                    value.copy_(torch.where(finite.to(value.device), value, kept))

@@ -13,7 +13,7 @@ from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import closures, fast, sharding, vectors
 from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
-from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism, write
 from mechanic.torch.modes import has_modes, own_view
 from mechanic.torch.rates import (
     Rate,
@@ -25,7 +25,7 @@ from mechanic.torch.rates import (
 )
 from mechanic.torch.scalars import advance
 from mechanic.torch.sharding import Ranks, begin_sums
-from mechanic.torch.skipping import decide, refuse_capture, skipping, skips_by_itself
+from mechanic.torch.skipping import decide, refuse_capture, selecting, skipping, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 
 
@@ -72,7 +72,8 @@ def step(
         if mechanism.process_group is not None:  # its processes need not be alike
             waits = risen = bool(parts.waits)
             skips = False
-        if isinstance(finite, Tensor) and not skips and finite.device.type != "meta":
+        selects = isinstance(finite, Tensor) and not skips and torch.compiler.is_compiling()
+        if isinstance(finite, Tensor) and not skips and not selects and not finite.is_meta:
             finite = decide(finite)  # the one host synchronisation, where the base needs it
             if not finite:
                 mechanism.count(finite)
@@ -81,11 +82,13 @@ def step(
             parts = _clip(mechanism, batches, parts)
         mechanism.start_at(rates, finite)
 
-    own_skip = (
-        skipping(optimizer, batches, finite)
-        if skips and isinstance(finite, Tensor)
-        else nullcontext()
-    )
+    own_skip: Any = nullcontext()
+    if isinstance(finite, Tensor) and (skips or selects):
+        own_skip = (
+            selecting(optimizer, batches, before, finite)
+            if selects
+            else skipping(optimizer, batches, finite)
+        )
     has_own = has_modes(type(optimizer))
     view = own_view(mechanism, batches, before) if has_own else nullcontext()
     try:
@@ -175,8 +178,8 @@ def _admit(
 ) -> tuner.Sums:
     """Take up new parameters, now that the base has made its own state for them. Returns the sums
     that the tuner reads, but for those that are taken late."""
-    mechanism.reference_square.add_(parts.x1)
-    mechanism.size.add_(parts.d)
+    square, size = mechanism.reference_square, mechanism.size
+    write([square, size], [square + parts.x1, size + parts.d])
     for batch in batches:
         for owner, displacement in zip(batch.owners, batch.stored, strict=True):
             optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
@@ -208,10 +211,10 @@ def _tune(
     the parameters, and what an update is, to be added to the displacement."""
     scale, share = mechanism.scale, mechanism.share
     if takes_part is True:
-        mechanism.signal.copy_(sums.dg)
+        write([mechanism.signal], [sums.dg])
     elif isinstance(takes_part, Tensor):
         takes_part = takes_part.to(share.device)
-        mechanism.signal.copy_(torch.where(takes_part, sums.dg, mechanism.signal))
+        write([mechanism.signal], [torch.where(takes_part, sums.dg, mechanism.signal)])
     if takes_part is not False:
         mechanism.learn(takes_part)
         state = mechanism.state

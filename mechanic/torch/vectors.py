@@ -168,11 +168,12 @@ def batches(
         batch = made[key]
         batch.owners.append(param)
         # A conjugate view is worked on as what it is a view of.
-        batch.params.append(real(local(param.conj() if param.is_conj() else param)))
+        conjugate = param.is_complex() and param.is_conj()
+        batch.params.append(real(local(param.conj() if conjugate else param)))
         batch.stored.append(displacement)
         batch.displacements.append(local(displacement))
         if grad is not None:
-            grad = grad.conj() if param.is_conj() else grad
+            grad = grad.conj() if conjugate else grad
             batch.grads.append(real(local(grad, like=param)))
     return list(made.values())
 
