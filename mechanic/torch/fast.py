@@ -7,6 +7,7 @@ and come to the same result, so that they may take turns.
 import functools
 import importlib.util
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,13 +44,31 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def works_on(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and run: Triton wants a C compiler and a GPU it knows."""
+    from mechanic.torch.kernels import launch
+
+    try:
+        launch.try_out(device)
+    except Exception as error:  # whatever it is, the plain path is there
+        warnings.warn(
+            f"mechanic: Triton does not work here ({error!r}), so that steps on {device} take the "
+            "slower path of torch's own operators.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def find_plan(
     optimizer: Optimizer, mechanism: Mechanism, base_step: Callable[..., Any]
 ) -> "tuple[Plan, list[int]] | None":
     """How the kernels do this step, and where its gradients lie; None where they cannot."""
     if mechanism.scale.device.type not in DEVICES or torch.compiler.is_compiling():
         return None
-    if not has_triton():
+    if not has_triton() or not works_on(mechanism.scale.device):
         return None
     from mechanic.torch.kernels import known, plan
 
@@ -274,8 +293,10 @@ def stop_listening(mechanism: Mechanism) -> None:
 
 def _arrive(mechanism: Mechanism, param: Tensor) -> None:
     plan: Plan | None = mechanism.plan
-    if plan is None or param.grad is None or (dist.is_initialized() and dist.get_world_size() > 1):
-        return  # where processes share the gradients, these are not yet the mean of them
+    if plan is None or param.grad is None or _is_capturing(mechanism):
+        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return  # where processes share the gradients, this is not yet the mean of them
     from mechanic.torch.kernels import launch
 
     arrived = plan.arrived(param)

@@ -1,5 +1,6 @@
 """The launches of the kernels over a plan."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,14 @@ def _launch(
         plan.compiled[kernel, key] = kernel[(programs,)](*given, *known, **options)
     else:
         compiled[(programs, 1, 1)](*given, *known)
+
+
+def try_out(device: torch.device) -> None:
+    """Launch a small kernel; raises what Triton raises where it does not work."""
+    counts = torch.zeros(2, dtype=torch.int32, device=device)
+    table = torch.zeros(passes.COLUMNS.value, dtype=torch.int64, device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        passes.keep[(1,)](table, counts, table, True, tl.int64, 1, 1)
 
 
 def sum_up(plan: Plan, mechanism: Mechanism, inputs: Inputs, sections: list[Section]) -> None:

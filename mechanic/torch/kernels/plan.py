@@ -67,6 +67,8 @@ def make(optimizer: Optimizer, bases: list[Base] | None, *, arriving: bool) -> "
     `bases` are the known bases of the groups, if they are; gradients may be summed up one by one
     when they are `arriving`."""
     bases = bases or [ANY] * len(optimizer.param_groups)
+    if len({param.device for group in optimizer.param_groups for param in group["params"]}) != 1:
+        return None
     entries = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -77,9 +79,8 @@ def make(optimizer: Optimizer, bases: list[Base] | None, *, arriving: bool) -> "
             if entry is None:
                 return None
             entries.append(entry)
-    devices = {entry.param.device for entry in entries}
     where = {e.state["step"].device for e in entries if e.kind.base.has_steps}
-    if len(devices) != 1 or len(where) > 1 or not sum(e.param.numel() for e in entries):
+    if len(where) > 1 or not sum(e.param.numel() for e in entries):
         return None
     return Plan(optimizer, bases, entries)
 
