@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,7 @@ from mechanic.torch.rates import (
 from mechanic.torch.skipping import skipping, skips_by_itself
 
 if TYPE_CHECKING:
+    from mechanic.torch.kernels.arrivals import Arrivals
     from mechanic.torch.kernels.launch import Inputs
     from mechanic.torch.kernels.plan import Plan
 
@@ -51,6 +53,8 @@ def works_on(device: torch.device) -> bool:
 
     try:
         launch.try_out(device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever it is, the plain path is there
         warnings.warn(
             f"mechanic: Triton does not work here ({error!r}), so that steps on {device} take the "
@@ -62,33 +66,56 @@ def works_on(device: torch.device) -> bool:
     return True
 
 
+def _can_try(mechanism: Mechanism) -> bool:
+    return not _is_capturing(mechanism) and works_on(mechanism.scale.device)
+
+
 def find_plan(
     optimizer: Optimizer, mechanism: Mechanism, base_step: Callable[..., Any]
-) -> "tuple[Plan, list[int]] | None":
-    """How the kernels do this step, and where its gradients lie; None where they cannot."""
+) -> "tuple[Plan, list[int], bool] | None":
+    """How the kernels do this step, where its gradients lie and whether they were noted when they
+    arrived; None where the kernels cannot."""
     if mechanism.scale.device.type not in DEVICES or torch.compiler.is_compiling():
         return None
-    if not has_triton() or not works_on(mechanism.scale.device):
+    if not has_triton() or (mechanism.plan is None and not _can_try(mechanism)):
         return None
     from mechanic.torch.kernels import known, plan
+    from mechanic.torch.kernels.arrivals import Arrivals
 
     bases = known.find(optimizer, base_step)
     if not _is_for_kernels(optimizer, mechanism, is_known=bases is not None):
         return None
     own: Plan | None = mechanism.plan
     if own is not None and own.bases == (bases or [known.ANY] * len(optimizer.param_groups)):
-        addresses = own.find_grads(optimizer)
+        addresses, arrived = own.find_grads(optimizer, _arrivals_for(optimizer, mechanism))
         if addresses is not None:
-            return own, addresses
+            return own, addresses, arrived
     if _is_capturing(mechanism):
         return None  # there is nothing to make a plan with; the plain path is captured
+    mechanism.drop_plan()
     listen(optimizer, mechanism)
-    arriving = mechanism.options.sums_in_backward
+    arriving = mechanism.options.sums_in_backward and _unscales_by_itself(optimizer)
     mechanism.plan = own = plan.make(optimizer, bases, arriving=arriving)
     if own is None or own.device != mechanism.scale.device:
         return None
-    addresses = own.find_grads(optimizer)
-    return None if addresses is None else (own, addresses)
+    if arriving:
+        mechanism.arrivals = Arrivals(own)
+    addresses, _ = own.find_grads(optimizer, None)
+    return None if addresses is None else (own, addresses, False)
+
+
+def _arrivals_for(optimizer: Any, mechanism: Mechanism) -> "Arrivals | None":
+    """What has arrived, where it is certain that no one has changed it unseen. GradScaler does: it
+    unscales for bases that do not by themselves, or when it is told to."""
+    is_unscaled = getattr(optimizer, "grad_scale", optimizer) is None
+    if is_unscaled or not _unscales_by_itself(optimizer) or _is_capturing(mechanism):
+        return None
+    arrivals: Arrivals | None = mechanism.arrivals
+    return arrivals
+
+
+def _unscales_by_itself(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_for_kernels(optimizer: Optimizer, mechanism: Mechanism, *, is_known: bool) -> bool:
@@ -115,12 +142,12 @@ def step(
     planned = find_plan(optimizer, mechanism, base_step)
     if planned is None:
         return False, None
-    plan, addresses = planned
+    plan, addresses, arrived = planned
     if not any(addresses):
         return True, base_step(optimizer, *args, **kwargs)
-    turn = _begin(optimizer, mechanism, base_step, plan, addresses)
+    turn = _begin(optimizer, mechanism, base_step, plan, addresses, arrived=arrived)
     if not turn.is_sound:
-        mechanism.plan = None
+        mechanism.drop_plan()
         return step(optimizer, mechanism, base_step, args, kwargs, loss)
     with torch.no_grad(), plan.on_device():
         if plan.is_known:
@@ -129,6 +156,7 @@ def step(
         else:
             run = functools.partial(base_step, optimizer, *args, **kwargs)
             result = _run_any(optimizer, mechanism, base_step, run, turn, loss)
+        torch.autograd.graph.increment_version(plan.params)
         mechanism.note_rates(turn.lrs)
         mechanism.count_on_device()
         for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
@@ -156,6 +184,8 @@ def _begin(
     base_step: Callable[..., Any],
     plan: "Plan",
     addresses: list[int],
+    *,
+    arrived: bool,
 ) -> _Turn:
     """Launch the sums, which change nothing, and look at the rest while they run."""
     from mechanic.torch.kernels import launch
@@ -173,12 +203,15 @@ def _begin(
     waits = waits and mechanism.options.s_init == "relative"
     keep: list[Any] | None = mechanism.captured if _is_capturing(mechanism) else None
     if keep is not None:
-        keep.append(plan)
+        keep += [plan, *mechanism.tensors(), *mechanism.lrs]
     is_sound = mechanism.options.s_decay == 0 or plan.holds(optimizer)  # else the sums read x
     with torch.no_grad(), plan.on_device():
         inputs = _gather(optimizer, mechanism, plan, addresses, rates, risen, keep)
         if is_sound:
-            launch.sum_up(plan, mechanism, inputs, plan.take_unsummed())
+            sections, arrivals = plan.sums, mechanism.arrivals
+            if arrivals is not None:
+                sections = arrivals.take_unsummed(has_all=arrived)
+            launch.sum_up(plan, mechanism, inputs, sections)
     return _Turn(plan, addresses, inputs, rates, lrs, waits, is_sound and plan.holds(optimizer))
 
 
@@ -188,15 +221,16 @@ def _run_known(mechanism: Mechanism, turn: _Turn) -> None:
 
     plan, inputs = turn.plan, turn.inputs
     counts_on_host = bool(plan.steps) and not plan.has_steps_here
+    is_asked = counts_on_host and (mechanism.options.skip_nonfinite or inputs.found_inf is not None)
     if counts_on_host:
         plan.mirror_steps()
     if turn.waits:
         launch.square_proposals(plan, mechanism, inputs)
     launch.tune(plan, mechanism, inputs, waits=turn.waits)
-    if counts_on_host:
+    if is_asked:
         plan.ask(plan.verdict[0])
     launch.update(plan, inputs)
-    if counts_on_host and plan.wait_for_answer():
+    if counts_on_host and (not is_asked or plan.wait_for_answer()):
         plan.count_steps(turn.addresses)
 
 
@@ -222,8 +256,12 @@ def _run_any(
     result, waits = loss, turn.waits and finite is not False
     if finite is not False:
         own = skipping(optimizer, [], finite) if isinstance(finite, Tensor) else nullcontext()
-        with torch.enable_grad(), at_base_rates(optimizer, turn.rates), own:
-            result = run()
+        try:
+            with plan.in_place(), at_base_rates(optimizer, turn.rates), own, torch.enable_grad():
+                result = run()
+        except BaseException:
+            plan.put_back(inputs.copies)
+            raise
     if waits:
         launch.square_proposals(plan, mechanism, inputs)
     launch.tune(plan, mechanism, inputs, waits=waits)
@@ -253,7 +291,7 @@ def _gather(
         groups=plan.type_in(optimizer, rates, addresses, keep),
         grad_scale=getattr(optimizer, "grad_scale", None),
         found_inf=getattr(optimizer, "found_inf", None),
-        max_norm=plan.max_norm(mechanism.options.max_grad_norm),
+        max_norm=plan.max_norm(mechanism.options.max_grad_norm, keep),
         risen=risen,
         copies=copies,
     )
@@ -279,7 +317,7 @@ def listen(optimizer: Optimizer, mechanism: Mechanism) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param not in mechanism.listening and param.requires_grad and param.is_leaf:
-                hook = functools.partial(_arrive, mechanism)
+                hook = functools.partial(_arrive, weakref.ref(mechanism))
                 handle = param.register_post_accumulate_grad_hook(hook)
                 mechanism.listening[param] = handle
 
@@ -291,15 +329,16 @@ def stop_listening(mechanism: Mechanism) -> None:
     mechanism.listening.clear()
 
 
-def _arrive(mechanism: Mechanism, param: Tensor) -> None:
-    plan: Plan | None = mechanism.plan
-    if plan is None or param.grad is None or _is_capturing(mechanism):
+def _arrive(owner: "weakref.ref[Mechanism]", param: Tensor) -> None:
+    mechanism = owner()
+    if mechanism is None or mechanism.arrivals is None or _is_capturing(mechanism):
         return
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return  # where processes share the gradients, this is not yet the mean of them
     from mechanic.torch.kernels import launch
 
-    arrived = plan.arrived(param)
+    arrived, plan = mechanism.arrivals.note(param), mechanism.plan
     if arrived is not None:
+        section, address, groups = arrived
         with torch.no_grad(), plan.on_device():
-            launch.sum_one(plan, mechanism, *arrived, plan.table)
+            launch.sum_one(plan, mechanism, section, address, groups, plan.table)

@@ -32,7 +32,7 @@ SCALARS = ("scale", "share", "signal", "reference_square", "size")
 COUNTERS = ("steps", "updates", "skipped", "skipped_in_a_row")
 
 # What a copy of a tuner has to find anew.
-_OF_THIS_ONE: dict[str, Any] = {"plan": None, "captured": [], "listening": {}}
+_OF_THIS_ONE: dict[str, Any] = {"plan": None, "arrivals": None, "captured": [], "listening": {}}
 
 NO_PICKLE = (
     "an optimizer that was mechanized with process_group= cannot be pickled: a group does not "
@@ -63,13 +63,23 @@ class Mechanism:
         """What carries the tuner in its checkpoints, where it is not the optimizer itself"""
         self._start(home)
 
+    def drop_plan(self) -> None:
+        """Have the kernels find everything anew."""
+        self.plan: Any = None
+        """Where the kernels find everything (`kernels.plan.Plan`), on a GPU"""
+        self.arrivals: Any = None
+        """What was summed up as it arrived (`kernels.arrivals.Arrivals`)"""
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step writes to."""
+        return [*self.state, *(getattr(self, name) for name in (*SCALARS, *COUNTERS))]
+
     def reset(self) -> None:
         """Start anew."""
         self._start(self.scale.device)
 
     def _start(self, home: torch.device) -> None:
-        self.plan: Any = None
-        """Where the kernels find everything (`kernels.plan.Plan`), on a GPU"""
+        self.drop_plan()
         dtype = vectors.scalar_dtype(home)
         zero = torch.zeros((), dtype=dtype, device=home)
         options = self.options

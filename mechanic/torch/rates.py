@@ -70,10 +70,15 @@ def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = No
         return Rate(live, base_lr=lr, unit=1.0)
     if half is None:
         half = any(param.dtype == torch.float16 for param in group["params"])
-    base_lr = _BASE_LR_HALF if half else _BASE_LR
+    base_lr = proportional_lr(half=half)
     if isinstance(lr, Tensor):
         return Rate(live, torch.full_like(lr, base_lr), lr.reshape(()) / base_lr)
     return Rate(live, base_lr if live else lr, lr / base_lr)
+
+
+def proportional_lr(*, half: bool) -> float:
+    """The lr that a base is run at whose update is proportional to it."""
+    return _BASE_LR_HALF if half else _BASE_LR
 
 
 def typed_rates(optimizer: Optimizer, before: list[Any]) -> list[Any]:

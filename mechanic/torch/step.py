@@ -46,7 +46,7 @@ def step(
     done, result = fast.step(optimizer, mechanism, base_step, args, kwargs, loss)
     if done:
         return result
-    mechanism.plan = None  # what it knows of the displacements is over with this step
+    mechanism.drop_plan()  # what it knows of the displacements is over with this step
     with torch.set_grad_enabled(recorded):
         batches = _gather(optimizer, mechanism.options, ranks)
     if not batches and ranks is None:
@@ -102,6 +102,12 @@ def step(
     except closures.NonFinite:
         mechanism.count(False)
         return loss
+    except BaseException:
+        if not recorded:  # the base was run at an lr of its own: nothing of it may stay
+            with torch.no_grad():
+                for batch, points in zip(batches, before, strict=True):
+                    torch._foreach_copy_(batch.params, points)
+        raise
 
     origin = before if shown is None else shown
     with torch.no_grad():

@@ -106,10 +106,10 @@ def _narrowed(point, place, turn, DTYPE: tl.constexpr, LATER: tl.constexpr):
 
 @triton.jit
 def _sum_block(
-    x, grad, delta, index, count, dg, dd, gg, dx, xx,
+    x, grad, delta, index, count, read, dg, dd, gg, dx, xx,
     WITH_X: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    gradient = _load(grad, index, count, MASKED)
+    gradient = _load(grad, index, read, MASKED)
     displacement = _load(delta, index, count, MASKED)
     dg += displacement * gradient
     dd += displacement * displacement
@@ -138,22 +138,21 @@ def sum_up(
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     gradient = _gradient(grads, grad, tensor, offset, G_TYPE, ALIGNED)
     is_idle = gradient.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8)
-    if is_idle:
-        gradient = delta.to(tl.pointer_type(G_TYPE))
+    read = tl.where(is_idle, 0, count)
 
     lane = tl.arange(0, BLOCK)
     dg = tl.zeros((BLOCK,), tl.float32)
     dd, gg, dx, xx = dg, dg, dg, dg
-    if count == CHUNK:
+    if read == CHUNK:
         for begin in tl.range(0, CHUNK, BLOCK):
             dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, begin + lane, count, dg, dd, gg, dx, xx, WITH_X, False,
+                x, gradient, delta, begin + lane, count, read, dg, dd, gg, dx, xx, WITH_X, False,
             )  # fmt: skip
     else:
         begin = 0
         while begin < count:
             dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, begin + lane, count, dg, dd, gg, dx, xx, WITH_X, True,
+                x, gradient, delta, begin + lane, count, read, dg, dd, gg, dx, xx, WITH_X, True,
             )  # fmt: skip
             begin += BLOCK
 
@@ -162,9 +161,9 @@ def sum_up(
     # no part in h at an lr of 0, but a NaN must still show
     weight = (tl.load(typed + SIGN) * tl.where(is_live, 1.0, 0.0)).to(tl.float32)
     partials += program
-    tl.store(partials + DG * total, tl.where(is_idle, 0.0, tl.sum(dg, 0) * weight))
+    tl.store(partials + DG * total, tl.sum(dg, 0) * weight)
     tl.store(partials + DD * total, tl.sum(dd, 0))
-    tl.store(partials + GG * total, tl.where(is_idle, 0.0, tl.sum(gg, 0)))
+    tl.store(partials + GG * total, tl.sum(gg, 0))
     if WITH_X:
         tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)))
         tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)))

@@ -7,10 +7,10 @@ addresses are a list apart.
 import functools
 import math
 import operator
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ from torch.optim import Optimizer
 from mechanic.torch.kernels import passes
 from mechanic.torch.kernels.known import ANY, Base, settings
 from mechanic.torch.mechanism import DISPLACEMENT
-from mechanic.torch.rates import Rate
+from mechanic.torch.rates import Rate, proportional_lr
 from mechanic.torch.skipping import refuse_to_decide
+
+if TYPE_CHECKING:
+    from mechanic.torch.kernels.arrivals import Arrivals
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _LARGE = 1 << 16  # from so many elements on, a gradient is summed up as it arrives
 
-_EMPTY = 16  # the address of a gradient without elements: one that is not 0, and never read
+EMPTY = 16  # the address of a gradient without elements: one that is not 0, and never read
 
 
 class Kind(NamedTuple):
@@ -153,6 +156,9 @@ class Plan:
         self._all_states = list(optimizer.state.values())
         self._deltas_at = [entry.kept[0] for entry in self.entries]
         self._params_at = list(map(Tensor.data_ptr, self.params))
+        self._shapes = [param.shape for param in self.params]
+        self._layouts = list(map(Tensor.stride, self.params))
+        self._index = self.params[0].get_device()
         self._slots: list[tuple[Any, list[dict[str, Any]], list[int]]] = []
         self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
         self._grad_types = [entry.kind.grad for entry in self.entries]
@@ -170,7 +176,7 @@ class Plan:
                 self._slots.append((read, own_states, at))
         self._lay_out()
         groups = len(optimizer.param_groups)
-        empty = torch.zeros((), device=self.device)
+        empty = torch.zeros((), dtype=torch.float32, device=self.device)
         is_cuda = self.device.type == "cuda"
         self.made = empty.new_zeros(groups, passes.MADE.value)
         self.rates = empty.new_zeros(groups)
@@ -180,16 +186,12 @@ class Plan:
         self.no, self.yes = upload([0, 1], torch.int32, self.device).unbind()
         self._max_norm: tuple[float, Tensor | None] = (math.inf, None)
         self._grads: tuple[list[int], Tensor | None] = ([], None)
-        self._typed: tuple[list[list[float]], Tensor | None] = ([], None)
-        self._has_tensor_lr = False
-        self._signs: list[tuple[bool, float]] = []
+        self.typed: tuple[list[list[float]], Tensor | None] = ([], None)
+        """The groups' settings, and the table of them"""
+        self.has_tensor_lr = False
         self._answer = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_cuda)
         self._asked = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self.compiled: dict[Any, Any] = {}
-        self._alones: dict[int, Section] = {}
-        self._forget_arrivals()
-        self._is_fresh = False
-        """Whether the gradients of this step were all seen when they arrived"""
 
     def _lay_out(self) -> None:
         self.chunk, self.parts = passes.CHUNK, passes.CHUNK // passes.BLOCK
@@ -199,7 +201,7 @@ class Plan:
         self.total = first[-1]
         self.ranges = list(pairwise(first))
         self._mirrored: list[float] = []
-        self._mirror = torch.zeros(len(sizes), device=self.device)
+        self._mirror = torch.zeros(len(sizes), dtype=torch.float32, device=self.device)
         self.copy_sizes = dict.fromkeys((entry.kind.x for entry in self.entries), 0)
         rows: list[list[int]] = []
         for entry, size in zip(self.entries, sizes, strict=True):
@@ -213,9 +215,10 @@ class Plan:
         self.table = upload(rows, torch.int64, self.device)
         rows = [[tensor, own] for tensor, count in enumerate(chunks) for own in range(count)]
         self.chunks = upload(rows, torch.int32, self.device)
-        self.partials = torch.zeros(passes.SUMS * self.total, device=self.device)
+        size = passes.SUMS * self.total
+        self.partials = torch.zeros(size, dtype=torch.float32, device=self.device)
         self.sections = self._cut([entry.kind._replace(is_large=False) for entry in self.entries])
-        self._sums = self._cut([entry.kind for entry in self.entries])
+        self.sums = self._cut([entry.kind for entry in self.entries])
 
     def _cut(self, kinds: list[Kind]) -> list[Section]:
         """The sections of tensors of one kind, which follow one another."""
@@ -228,50 +231,80 @@ class Plan:
                 sections.append(Section(kind, begin, end - begin, *tables))
         return sections
 
-    def find_grads(self, optimizer: Optimizer) -> list[int] | None:
+    def find_grads(
+        self, optimizer: Optimizer, arrivals: "Arrivals | None"
+    ) -> tuple[list[int] | None, bool]:
         """The address of each gradient, 0 where there is none; None if the plan does not hold any
-        more, as far as sums go. Asked before anything is launched, it is made to be fast."""
+        more, as far as sums go. And whether they are what has arrived. Asked before anything is
+        launched, it is made to be fast."""
         groups = optimizer.param_groups
         if not all(
             _are_same(g["params"], own) for g, own in zip(groups, self._params, strict=True)
         ):
-            return None
-        if self._arrivals:
-            self._is_fresh = self._has_arrived()
-            if self._is_fresh:
-                return list(self._arrived_at)
-        self._is_fresh = False
-        if not _lie_at(self._deltas_at, _read_displacement, self._states):
-            return None
+            return None, False
         if any(param.grad is not None for param in self._unseen):
-            return None
+            return None, False
+        if [param.shape for param in self.params] != self._shapes:
+            return None, False
+        if not _lie_at(self._deltas_at, _read_displacement, self._states):
+            return None, False
         grads: list[Any] = [param.grad for param in self.params]
+        if arrivals is not None:
+            found = arrivals.addresses(grads)
+            if found is not None:
+                return found, True
+        return self._find(grads), False
+
+    def _find(self, grads: list[Any]) -> list[int] | None:
         if self._is_simple and set(map(type, grads)) == {Tensor}:
             found = list(map(Tensor.data_ptr, grads))
             if (
                 [grad.dtype for grad in grads] == self._grad_types
                 and {grad.layout for grad in grads} == {torch.strided}
+                and set(map(Tensor.get_device, grads)) == {self._index}
                 and all(map(Tensor.is_contiguous, grads))
+                and not any(map(Tensor.is_neg, grads))
                 and functools.reduce(operator.or_, found) % 16 == 0
                 and 0 not in found
             ):
                 return found
         addresses = []
-        for grad, entry, strides in zip(grads, self.entries, self._strides, strict=True):
-            address = 0 if grad is None else _address(grad, entry.kind, strides)
+        for place, grad in enumerate(grads):
+            address = 0 if grad is None else self.address_of(place, grad)
             if address is None:
                 return None
             addresses.append(address)
         return addresses
 
+    def address_of(self, place: int, grad: Tensor) -> int | None:
+        """Where a gradient lies, if it lies as its parameter does."""
+        kind, strides = self.entries[place].kind, self._strides[place]
+        if type(grad) is not Tensor or grad.dtype != kind.grad or grad.is_sparse or grad.is_neg():
+            return None
+        if grad.get_device() != self._index or grad.shape != self._shapes[place]:
+            return None
+        if not grad.is_contiguous() if strides is None else grad.stride() != strides:
+            return None
+        address = grad.data_ptr()
+        return None if kind.is_aligned and address % 16 else address or EMPTY
+
+    def has_in_place(self, place: int) -> bool:
+        """Whether a parameter and its displacement are where they were."""
+        at, state = [self._deltas_at[place]], [self._states[place]]
+        is_there = self.params[place].data_ptr() == self._params_at[place]
+        return is_there and _lie_at(at, _read_displacement, state)
+
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether everything else is where it was."""
         if list(map(Tensor.data_ptr, self.params)) != self._params_at:
             return False
-        return self._is_fresh or (
-            _are_same(optimizer.state.values(), self._all_states)
-            and all(_lie_at(at, read, states) for read, states, at in self._slots)
-        )
+        if list(map(Tensor.stride, self.params)) != self._layouts:
+            return False
+        own = optimizer.state
+        return (
+            _are_same(own.values(), self._all_states)
+            or all(own.get(entry.param) is entry.state for entry in self.entries)
+        ) and all(_lie_at(at, read, states) for read, states, at in self._slots)
 
     def place_grads(self, addresses: list[int], keep: list[Any] | None) -> Tensor:
         """The list of the gradients' addresses, on the device."""
@@ -298,82 +331,53 @@ class Plan:
                 lr = unit = 0.0
             a, b, eps, decay = own = settings(optimizer, self.bases[index], group)
             sign = -1.0 if group.get("maximize") else 1.0
-            base_lr = 1.0 if base_lr is None or isinstance(base_lr, Tensor) else base_lr
+            if base_lr is None or isinstance(base_lr, Tensor):
+                base_lr = proportional_lr(half=index in self.half)  # of a known base
             numbers = [lr, unit, sign, index in present, a, b, eps, decay, *own.logs, base_lr]
             rows.append([float(number) for number in numbers])
-        self._has_tensor_lr = bool(tensors)
-        had, placed = self._typed
+        self.has_tensor_lr = bool(tensors)
+        had, placed = self.typed
         if placed is None or had != rows or keep is not None:
             placed = upload(rows, torch.float64, self.device, keep)
             if keep is None:
-                self._typed = (rows, placed)
+                self.typed = (rows, placed)
         for index, lr, unit in tensors:
             row = placed[index]
             row[passes.LR.value].copy_(lr.reshape(()), non_blocking=True)
             row[passes.UNIT.value].copy_(unit, non_blocking=True)
         return placed
 
-    def max_norm(self, value: float) -> Tensor | None:
+    def max_norm(self, value: float, keep: list[Any] | None) -> Tensor | None:
         """A number on the device, None for no limit."""
         if value != self._max_norm[0]:
-            self._max_norm = (value, upload(value, torch.float64, self.device))
+            self._max_norm = (value, upload(value, torch.float64, self.device, keep))
         return self._max_norm[1]
-
-    def arrived(self, param: Tensor) -> tuple[Section, int, Tensor] | None:
-        """Note that the gradient of a parameter has arrived, where everything else of it is where
-        it was. Gives its own section, its address and the table of the groups, to sum it up; None
-        where that is left to the step."""
-        place, grad, groups = self.places.get(param), param.grad, self._typed[1]
-        if place is None or grad is None or groups is None or self._has_tensor_lr:
-            return None
-        _, _, state, kept, kind = self.entries[place]
-        address = _address(grad, kind, self._strides[place])
-        if address is None or not _lies_at(kept, state, (DISPLACEMENT, *kind.base.slots)):
-            return None
-        if self._arrivals == 0:
-            self._signs = _signs(self._typed[0])
-        self._arrived_at[place], self._versions[place] = address, grad._version
-        self._arrivals += 1
-        if self._arrivals % len(self.entries) == 0:
-            self.place_grads(list(self._arrived_at), None)  # for the step, which it would hold up
-        return (self._alone(place), address, groups) if kind.is_large else None
-
-    def _forget_arrivals(self) -> None:
-        self._arrivals = 0
-        """How many gradients have arrived since the last step, those that did again counted too"""
-        self._arrived_at = [0] * len(self.entries)
-        self._versions = [-1] * len(self.entries)
-
-    def _has_arrived(self) -> bool:
-        """Whether all gradients are those that arrived: not clipped or unscaled since."""
-        if self._arrivals < len(self.entries):
-            return False
-        grads: list[Any] = [param.grad for param in self.params]
-        return (
-            set(map(type, grads)) == {Tensor}
-            and list(map(Tensor.data_ptr, grads)) == self._arrived_at
-            and [grad._version for grad in grads] == self._versions
-        )
-
-    def _alone(self, place: int) -> Section:
-        if place not in self._alones:
-            begin, end = self.ranges[place]
-            tables = self.chunks[begin:], self.partials[begin:]
-            self._alones[place] = Section(self.entries[place].kind, begin, end - begin, *tables)
-        return self._alones[place]
-
-    def take_unsummed(self) -> list[Section]:
-        """The sections that were not summed up as their gradients arrived."""
-        arrived = self._is_fresh and _signs(self._typed[0]) == self._signs
-        arrived = arrived and not self._has_tensor_lr
-        self._forget_arrivals()
-        return [section for section in self._sums if not (arrived and section.kind.is_large)]
 
     def on_device(self) -> Any:
         """Launch on the plan's device."""
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             return nullcontext()
         return torch.cuda.device(self.device)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Around a base that may give a parameter other memory: what it put there is brought to
+        where the kernels look."""
+        held = [param.data for param in self.params]
+        yield
+        for param, own, at in zip(self.params, held, self._params_at, strict=True):
+            if param.data_ptr() != at:
+                own.copy_(param.data)
+                param.data = own
+
+    def put_back(self, copies: dict[torch.dtype, Tensor]) -> None:
+        """Bring the parameters to where they were when they were copied."""
+        begins = dict.fromkeys(self.copy_sizes, 0)
+        for param in self.params:
+            begin = begins[param.dtype]
+            before = copies[param.dtype].as_strided(param.shape, param.stride(), begin)
+            param.data.copy_(before)
+            begins[param.dtype] = begin + -(-param.numel() // 16) * 16
 
     def ask(self, question: Tensor) -> None:
         """Have the device answer a question of yes or no; what is launched later is not waited
@@ -405,17 +409,6 @@ class Plan:
         ]
 
 
-def _address(grad: Tensor, kind: Kind, strides: tuple[int, ...] | None) -> int | None:
-    """Where a gradient lies, if it lies as its parameter does; `strides` are those of one that is
-    not contiguous."""
-    if type(grad) is not Tensor or grad.dtype != kind.grad or grad.is_sparse:
-        return None
-    if not grad.is_contiguous() if strides is None else grad.stride() != strides:
-        return None
-    address = grad.data_ptr()
-    return None if kind.is_aligned and address % 16 else address or _EMPTY
-
-
 _read_displacement = operator.itemgetter(DISPLACEMENT)
 
 
@@ -424,18 +417,6 @@ def _lie_at(addresses: list[int], read: Any, states: list[dict[str, Any]]) -> bo
         return list(map(Tensor.data_ptr, map(read, states))) == addresses
     except (KeyError, TypeError):  # it is no longer there, or no longer a tensor
         return False
-
-
-def _lies_at(addresses: tuple[int, ...], state: dict[str, Any], names: tuple[str, ...]) -> bool:
-    return all(
-        _lie_at([at], operator.itemgetter(n), [state])
-        for at, n in zip(addresses, names, strict=True)
-    )
-
-
-def _signs(rows: list[list[float]]) -> list[tuple[bool, float]]:
-    """What of the groups' settings goes into the sums."""
-    return [(row[passes.LR.value] != 0, row[passes.SIGN.value]) for row in rows]
 
 
 def _are_same(these: Collection[Any], those: Collection[Any]) -> bool:
