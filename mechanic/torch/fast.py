@@ -94,7 +94,8 @@ def find_plan(
         return None  # there is nothing to make a plan with; the plain path is captured
     mechanism.drop_plan()
     listen(optimizer, mechanism)
-    arriving = mechanism.options.sums_in_backward and _unscales_by_itself(optimizer)
+    options = mechanism.options  # a decay's sums read x, which may still change
+    arriving = options.sums_in_backward and options.s_decay == 0 and _unscales_by_itself(optimizer)
     mechanism.plan = own = plan.make(optimizer, bases, arriving=arriving)
     if own is None or own.device != mechanism.scale.device:
         return None
@@ -107,7 +108,7 @@ def find_plan(
 def _arrivals_for(optimizer: Any, mechanism: Mechanism) -> "Arrivals | None":
     """What has arrived, where it is certain that no one has changed it unseen. GradScaler does: it
     unscales for bases that do not by themselves, or when it is told to."""
-    is_unscaled = getattr(optimizer, "grad_scale", optimizer) is None
+    is_unscaled = getattr(optimizer, "grad_scale", optimizer) is None  # as GradScaler.step says
     if is_unscaled or not _unscales_by_itself(optimizer) or _is_capturing(mechanism):
         return None
     arrivals: Arrivals | None = mechanism.arrivals
@@ -158,7 +159,7 @@ def step(
             result = _run_any(optimizer, mechanism, base_step, run, turn, loss)
         torch.autograd.graph.increment_version(plan.params)
         mechanism.note_rates(turn.lrs)
-        mechanism.count_on_device()
+        mechanism.count_on_device(may_learn=any(rate.live is not False for rate in turn.rates))
         for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
             group[EFFECTIVE_LR] = rate
     return True, result

@@ -202,9 +202,9 @@ class Mechanism:
                 kept[i] = lr.clone()
         self.lrs = kept
 
-    def count_on_device(self) -> None:
-        """After a step that the device has counted."""
-        self._unsure += self.is_starting
+    def count_on_device(self, *, may_learn: bool) -> None:
+        """After a step that the device has counted, and may have learned from."""
+        self._unsure += may_learn and self.is_starting
         if self.skips_on_host:
             self.skips_on_host = 0
         self._look_later()

@@ -56,6 +56,14 @@ def _at(table, tensor, column, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
+def _in_copy(copy, table, tensor, offset):
+    """Where a tensor's elements lie in the copy of all of a dtype."""
+    DTYPE: tl.constexpr = copy.dtype.element_ty
+    place = tl.load(table + tensor * COLUMNS + PLACE) * (DTYPE.primitive_bitwidth // 8)
+    return _from(copy.to(tl.int64) + place, offset, DTYPE, True)
+
+
+@triton.jit
 def _gradient(grads, address, tensor, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a gradient's elements lie: at the address that is given, or else in the list."""
     if address is None:
@@ -294,7 +302,7 @@ def square_proposals(
     made += group * MADE
     squares = tl.zeros((BLOCK,), tl.float32)
     if BASE == "any":
-        copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
+        copy = _in_copy(copy, table, tensor, offset)
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
@@ -338,7 +346,7 @@ def keep(
     offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
     count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
-    copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
+    copy = _in_copy(copy, table, tensor, offset)
     index = tl.arange(0, BLOCK)
     if count == BLOCK:
         tl.store(copy + index, tl.load(x + index))
@@ -377,7 +385,7 @@ def move(
     count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
-    copy = tl.multiple_of(copy + tl.load(table + tensor * COLUMNS + PLACE), 16) + offset
+    copy = _in_copy(copy, table, tensor, offset)
     made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
     if (goes == 0) | (count <= 0) | (address == 0):
         return
