@@ -156,7 +156,7 @@ class Plan:
         self._all_states = list(optimizer.state.values())
         self._deltas_at = [entry.kept[0] for entry in self.entries]
         self._params_at = list(map(Tensor.data_ptr, self.params))
-        self._shapes = [param.shape for param in self.params]
+        self._sizes = list(map(Tensor.numel, self.params))
         self._layouts = list(map(Tensor.stride, self.params))
         self._index = self.params[0].get_device()
         self._slots: list[tuple[Any, list[dict[str, Any]], list[int]]] = []
@@ -244,7 +244,7 @@ class Plan:
             return None, False
         if any(param.grad is not None for param in self._unseen):
             return None, False
-        if [param.shape for param in self.params] != self._shapes:
+        if list(map(Tensor.numel, self.params)) != self._sizes:
             return None, False
         if not _lie_at(self._deltas_at, _read_displacement, self._states):
             return None, False
@@ -281,7 +281,7 @@ class Plan:
         kind, strides = self.entries[place].kind, self._strides[place]
         if type(grad) is not Tensor or grad.dtype != kind.grad or grad.is_sparse or grad.is_neg():
             return None
-        if grad.get_device() != self._index or grad.shape != self._shapes[place]:
+        if grad.get_device() != self._index or grad.numel() != self._sizes[place]:
             return None
         if not grad.is_contiguous() if strides is None else grad.stride() != strides:
             return None
