@@ -1,9 +1,14 @@
 """What only a GPU can show. Skipped, clearly, where there is none."""
 
 import copy
+import gc
+from typing import Any
 
 import pytest
 import torch
+from lion_pytorch import Lion
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, RMSprop
 
 from mechanic.torch import mechanize, tuner
 
@@ -152,3 +157,244 @@ def test_bfloat16_and_checkpoint(base, tmp_path):
     for p, q in zip(problem[0].parameters(), twin[0].parameters(), strict=True):
         assert torch.equal(p, q)
         assert resumed.state[q]["mechanic_displacement"].dtype == torch.float32
+
+
+# -- Known bases ---------------------------------------------------------------------------------
+
+KNOWN = {
+    "adamw-fused": lambda params, lr=1.0: AdamW(params, lr=lr, weight_decay=0.1, fused=True),
+    "sgd-fused": lambda params, lr=1.0: SGD(params, lr=lr, momentum=0.9, fused=True),
+    "sgd": lambda params, lr=1.0: SGD(params, lr=lr, momentum=0.9),
+    "lion": lambda params, lr=1.0: Lion(params, lr=lr, weight_decay=0.1),
+}
+
+
+class Own(AdamW):
+    """A base that nobody knows: its step is its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have small gradients summed up as they arrive, too."""
+    from mechanic.torch.kernels import plan
+
+    monkeypatch.setattr(plan, "_LARGE", 16)
+
+
+def make_weights() -> list[Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(40, 30), (70_001,), (7,), ()]
+    return [Parameter(torch.randn(shape, generator=draw).cuda()) for shape in shapes]
+
+
+def backward(weights: list[Parameter], goal: torch.Tensor) -> None:
+    """Of a loss whose gradients are the same bits whether captured or not."""
+    torch.stack([(w - goal).square().sum() for w in weights]).sum().backward()
+
+
+def run_kernels(optimizer: Any) -> bool:
+    """Whether the last step was made by the kernels, with a known base; they note its number."""
+    plan = optimizer._mechanic.plan
+    if plan is None or not plan.is_known:
+        return False
+    return bool(plan.verdict.sum() == optimizer._mechanic.steps)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.usefixtures("small_is_large")
+@pytest.mark.parametrize("sums_in_backward", [False, True])
+@pytest.mark.parametrize("base", KNOWN)
+def test_a_known_base_does_not_wait_for_the_device(base, sums_in_backward):
+    weights, goal = make_weights(), torch.tensor(3.0, device="cuda")
+    optimizer = mechanize(KNOWN[base](weights), sums_in_backward=sums_in_backward)
+    backward(weights, goal)
+    optimizer.step()  # the plain path's: where the base is not fused, the host decides
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(40):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            backward(weights, goal)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run_kernels(optimizer)
+    assert float(tuner(optimizer).scale) > 0
+
+
+# -- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def warm_up(optimizer: Any, weights: list[Parameter], goal: torch.Tensor, steps: int) -> None:
+    """As torch advises before a capture: on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            backward(weights, goal)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def capture(optimizer: Any, weights: list[Parameter], goal: torch.Tensor) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward(weights, goal)
+        optimizer.step()
+    return graph
+
+
+@pytest.mark.usefixtures("small_is_large")
+@pytest.mark.parametrize("sums_in_backward", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("base", KNOWN)
+def test_a_captured_step_is_replayed(base, as_tensor, sums_in_backward):
+    runs = []
+    for captures in (False, True):
+        lr = torch.tensor(1.0, device="cuda") if as_tensor else 1.0
+        weights, goal = make_weights(), torch.tensor(3.0, device="cuda")
+        optimizer = mechanize(KNOWN[base](weights, lr), sums_in_backward=sums_in_backward)
+        warm_up(optimizer, weights, goal, 1)
+        first = float(tuner(optimizer).scale)
+        warm_up(optimizer, weights, goal, 11)
+        graph = capture(optimizer, weights, goal) if captures else None
+        for step in range(20):
+            goal.fill_(3 + 0.1 * (-1) ** step)
+            if as_tensor:
+                lr.fill_(0.97**step)
+            if graph is not None:
+                graph.replay()
+            else:
+                optimizer.zero_grad(set_to_none=True)
+                backward(weights, goal)
+                optimizer.step()
+        metrics = tuner(optimizer).metrics()
+        assert int(metrics["steps"]) == 32
+        assert float(metrics["scale"]) > 20 * first
+        runs.append((optimizer, weights))
+    (eager, one), (captured, two) = runs
+    assert float(tuner(captured).scale) == pytest.approx(float(tuner(eager).scale), rel=1e-6)
+    for p, q in zip(one, two, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        for key, value in eager.state[p].items():
+            torch.testing.assert_close(captured.state[q][key], value, rtol=1e-5, atol=1e-6)
+    # Steps that are not replayed go on from there.
+    for optimizer, weights in runs:
+        optimizer.zero_grad(set_to_none=True)
+        backward(weights, torch.tensor(3.0, device="cuda"))
+        optimizer.step()
+    assert float(tuner(captured).scale) == pytest.approx(float(tuner(eager).scale), rel=1e-6)
+    assert int(tuner(captured).metrics()["steps"]) == 33
+
+
+def test_a_replayed_step_that_is_not_finite_is_skipped():
+    weights, goal = make_weights(), torch.tensor(3.0, device="cuda")
+    optimizer = mechanize(KNOWN["adamw-fused"](weights))
+    warm_up(optimizer, weights, goal, 12)
+    graph = capture(optimizer, weights, goal)
+    graph.replay()
+    before = [w.detach().clone() for w in weights]
+    goal.fill_(float("nan"))
+    graph.replay()
+    assert all(map(torch.equal, before, weights))
+    goal.fill_(3.0)
+    graph.replay()
+    assert not torch.equal(before[0], weights[0])
+    metrics = tuner(optimizer).metrics()
+    assert (int(metrics["steps"]), int(metrics["skipped"])) == (14, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "warm", "message"),
+    [
+        (KNOWN["adamw-fused"], 0, "the first step of a mechanized optimizer cannot be captured"),
+        (lambda p: RMSprop(p, lr=1.0), 3, "the host has to decide"),
+        (lambda p: AdamW(p, lr=1.0), 3, "the host has to decide"),
+    ],
+    ids=["first step", "any base", "steps on the host"],
+)
+def test_what_cannot_be_captured_is_refused(make, warm, message):
+    weights, goal = make_weights(), torch.tensor(3.0, device="cuda")
+    optimizer = mechanize(make(weights))
+    warm_up(optimizer, weights, goal, warm)
+    with pytest.raises(RuntimeError, match=message):
+        capture(optimizer, weights, goal)
+    optimizer.zero_grad(set_to_none=True)
+    backward(weights, goal)
+    optimizer.step()
+    assert int(tuner(optimizer).metrics()["steps"]) == warm + 1
+
+
+# -- Compilation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("base", "whole"),
+    # The steps of torch.optim hold a graph break of their own.
+    [("adamw-fused", False), ("sgd", False), ("lion", True)],
+)
+def test_a_compiled_step_gives_what_an_eager_one_gives(base, whole):
+    torch._dynamo.reset()
+    scales = []
+    for compiles in (False, True):
+        problem = make_problem("cuda")
+        optimizer = mechanize(KNOWN[base](problem[0].parameters()))
+        step = torch.compile(optimizer.step, fullgraph=whole) if compiles else optimizer.step
+        first = 0.0
+        for _ in range(30):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(problem[0](problem[1]), problem[2]).backward()
+            step()
+            first = first or float(tuner(optimizer).scale)
+        scales.append(float(tuner(optimizer).scale))
+        assert scales[-1] > 20 * first
+        assert compiles or run_kernels(optimizer)
+    torch._dynamo.reset()
+    assert scales[1] == pytest.approx(scales[0], rel=1e-4)
+
+
+# -- Memory --------------------------------------------------------------------------------------
+
+MEBIBYTE = 1 << 20
+
+
+def measure_step(make: Any) -> tuple[int, int]:
+    """The bytes that an optimizer holds, and those that it takes on top of it in a step."""
+    gc.collect()
+    weights = [Parameter(torch.randn(4 * MEBIBYTE, device="cuda")) for _ in range(2)]
+    torch.cuda.synchronize()
+    empty = torch.cuda.memory_allocated()
+    optimizer = make(weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    gradients = sum(weight.nbytes for weight in weights)
+    for _ in range(25):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return before - empty - gradients, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("base", KNOWN)
+def test_a_known_base_takes_one_more_slot_and_nothing_in_a_step(base):
+    size = 2 * 4 * MEBIBYTE * 4
+    held, taken = measure_step(lambda weights: mechanize(KNOWN[base](weights)))
+    of_base, _ = measure_step(KNOWN[base])
+    assert held - of_base == pytest.approx(size, abs=MEBIBYTE)
+    assert taken < MEBIBYTE
+
+
+def test_any_base_takes_one_more_slot_and_one_copy_in_a_step():
+    size = 2 * 4 * MEBIBYTE * 4
+    held, taken = measure_step(lambda weights: mechanize(Own(weights, lr=1.0, fused=True)))
+    of_base, _ = measure_step(lambda weights: Own(weights, lr=1.0, fused=True))
+    assert held - of_base == pytest.approx(size, abs=MEBIBYTE)
+    assert taken == pytest.approx(size, abs=MEBIBYTE)

@@ -167,14 +167,14 @@ def sum_up(
     typed = groups + tl.load(table + tensor * COLUMNS + GROUP) * TYPED
     is_live = tl.load(typed + LR) != 0.0
     # no part in h at an lr of 0, but a NaN must still show
-    weight = (tl.load(typed + SIGN) * tl.where(is_live, 1.0, 0.0)).to(tl.float32)
+    weight = tl.load(typed + SIGN) * tl.where(is_live, 1.0, 0.0)
     partials += program
-    tl.store(partials + DG * total, tl.sum(dg, 0) * weight)
-    tl.store(partials + DD * total, tl.sum(dd, 0))
-    tl.store(partials + GG * total, tl.sum(gg, 0))
+    tl.store(partials + DG * total, tl.sum(dg, 0).to(tl.float64) * weight)
+    tl.store(partials + DD * total, tl.sum(dd, 0).to(tl.float64))
+    tl.store(partials + GG * total, tl.sum(gg, 0).to(tl.float64))
     if WITH_X:
-        tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)))
-        tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)))
+        tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)).to(tl.float64))
+        tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)).to(tl.float64))
 
 
 @triton.jit
@@ -218,12 +218,19 @@ def _update_block(
     if SLOTS > 1:
         b = _load(second, index, count, MASKED)
     proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
-    point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
-    displacement += tl.load(made + GAIN) * proposal
-    place += index
-    _store(x, index, _narrowed(point, place, turn, x.dtype.element_ty, False), count, MASKED)
-    moved = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
-    _store(delta, index, moved, count, MASKED)
+    gain = tl.load(made + GAIN)
+    if gain != 0.0:  # at an lr of 0 all stays as it is
+        point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
+        displacement += gain * proposal
+        _store(
+            x,
+            index,
+            _narrowed(point, place + index, turn, x.dtype.element_ty, False),
+            count,
+            MASKED,
+        )
+        moved = _narrowed(displacement, place + index, turn, delta.dtype.element_ty, True)
+        _store(delta, index, moved, count, MASKED)
     if SLOTS > 0:
         _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
     if SLOTS > 1:
@@ -330,8 +337,8 @@ def square_proposals(
             proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
             squares += tl.where(index < count, proposal * proposal, 0.0)
             begin += BLOCK
-    unit = tl.load(groups + group * TYPED + UNIT).to(tl.float32)
-    tl.store(partials, tl.sum(squares, 0) * unit * unit)
+    unit = tl.load(groups + group * TYPED + UNIT)
+    tl.store(partials, tl.sum(squares, 0).to(tl.float64) * unit * unit)
 
 
 @triton.jit
@@ -361,12 +368,21 @@ def _move_block(
     before = _load(copy, index, count, MASKED)
     proposal = _load(x, index, count, MASKED) - before
     displacement = _load(delta, index, count, MASKED)
-    point = before + tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
-    displacement += tl.load(made + GAIN) * proposal
-    place += index
-    _store(x, index, _narrowed(point, place, turn, x.dtype.element_ty, False), count, MASKED)
-    moved = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
-    _store(delta, index, moved, count, MASKED)
+    gain = tl.load(made + GAIN)
+    if gain != 0.0:
+        point = before + tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
+        displacement += gain * proposal
+        _store(
+            x,
+            index,
+            _narrowed(point, place + index, turn, x.dtype.element_ty, False),
+            count,
+            MASKED,
+        )
+        moved = _narrowed(displacement, place + index, turn, delta.dtype.element_ty, True)
+        _store(delta, index, moved, count, MASKED)
+    else:  # at an lr of 0 all is as it was
+        _store(x, index, before.to(x.dtype.element_ty), count, MASKED)
 
 
 @triton.jit

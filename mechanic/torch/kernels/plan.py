@@ -216,7 +216,7 @@ class Plan:
         rows = [[tensor, own] for tensor, count in enumerate(chunks) for own in range(count)]
         self.chunks = upload(rows, torch.int32, self.device)
         size = passes.SUMS * self.total
-        self.partials = torch.zeros(size, dtype=torch.float32, device=self.device)
+        self.partials = torch.zeros(size, dtype=torch.float64, device=self.device)
         self.sections = self._cut([entry.kind._replace(is_large=False) for entry in self.entries])
         self.sums = self._cut([entry.kind for entry in self.entries])
 
