@@ -254,9 +254,8 @@ def test_a_group_at_lr_0_stays_bit_for_bit():
         assert torch.equal(side.params[2].view(torch.int32), params[2].view(torch.int32))
 
 
-@pytest.mark.parametrize("lr", [1e-20, 1e20])
-def test_an_lr_of_any_size(lr):
-    lock = Lock(lambda p: SGD(p, lr=lr), ONE)
+def test_an_lr_whose_square_is_not_in_float32():
+    lock = Lock(lambda p: SGD(p, lr=1e20), ONE)
     for step in range(STEPS):
         lock.step([2.0 ** min(step, 8) * gradient for gradient in lock.gradients()])
     lock.assert_same()
@@ -275,6 +274,26 @@ def test_an_lr_of_any_size(lr):
 def test_presets_and_options(options):
     lock = Lock(KNOWN["AdamW-fused"], ONE, **options)
     lock.run()
+    lock.assert_same()
+    assert lock.fast.ran_kernels(known=True)
+
+
+def test_steps_that_the_base_counts_on_the_host(monkeypatch):
+    """Without a GPU the host is where the parameters are; it is made to look otherwise."""
+    if not ON_GPU:
+        is_elsewhere = property(lambda _: False, lambda *_: None)
+        monkeypatch.setattr(plan.Plan, "has_steps_here", is_elsewhere, raising=False)
+    lock = Lock(KNOWN["AdamW"], FEW)
+    for step in range(STEPS):
+        gradients: list[Any] = lock.gradients()
+        if step % 4 == 1:
+            gradients[0] = None
+        if step == 6:
+            gradients[1][0, 0] = float("nan")
+        if step == 9:  # as by who loads another count
+            for side in lock.sides:
+                side.optimizer.state[side.params[0]]["step"] += 5
+        lock.step(gradients)
     lock.assert_same()
     assert lock.fast.ran_kernels(known=True)
 
@@ -326,7 +345,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned():
 # -- Both paths on one state ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", ["AdamW", "SGD-momentum", "RMSprop"])
+@pytest.mark.parametrize("base", ["AdamW", "RMSprop"])
 def test_paths_may_take_turns(base):
     lock = Lock(BASES[base], ONE)
     for step in range(STEPS):
@@ -439,7 +458,7 @@ def test_parameters_that_come_and_go(base):
     lock.assert_same()
 
 
-@pytest.mark.parametrize("base", ["AdamW", "AdamW-fused", "RMSprop"])
+@pytest.mark.parametrize("base", ["AdamW-fused", "RMSprop"])
 def test_tensors_that_are_replaced_or_changed_between_steps(base):
     lock = Lock(BASES[base], ONE)
     old: list[Any] = []
