@@ -162,6 +162,7 @@ def test_divergence_is_a_result_with_its_reason(tmp_path: Path) -> None:
     assert lost.reason in done.stderr
 
 
+@pytest.mark.nightly
 def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     """Two cells and two workers: the one that is done first is killed, the other finishes."""
     url = f"sqlite:///{tmp_path}/bench.db"
@@ -362,6 +363,7 @@ def test_two_processes_share_a_study_on_postgresql(postgres: str, tmp_path: Path
     assert numbers(load(postgres)) == numbers(load(alone))
 
 
+@pytest.mark.nightly
 def test_two_machines_may_start_at_the_same_moment(tmp_path: Path) -> None:
     """On one SQLite file as well, and from no file at all."""
     url = f"sqlite:///{tmp_path}/bench.db"
