@@ -64,11 +64,39 @@ def _in_copy(copy, table, tensor, offset):
 
 
 @triton.jit
-def _gradient(grads, address, tensor, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a gradient's elements lie: at the address that is given, or else in the list."""
-    if address is None:
-        address = tl.load(grads + tensor)
-    return _from(address.to(tl.int64), offset, DTYPE, ALIGNED)
+def _find_chunk(chunks, table, program, CHUNK: tl.constexpr):
+    """The tensor that a chunk is of, where in it the chunk begins, and how long it is."""
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    return tensor, offset, _count(table, tensor, offset, CHUNK)
+
+
+@triton.jit
+def _find_block(chunks, table, program, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of a block of a chunk, which may lie past the tensor's end: not above 0 then."""
+    tensor, offset, _ = _find_chunk(chunks, table, program // (CHUNK // BLOCK), CHUNK)
+    offset += (program % (CHUNK // BLOCK)) * BLOCK
+    return tensor, offset, _count(table, tensor, offset, BLOCK)
+
+
+@triton.jit
+def _count(table, tensor, offset, SIZE: tl.constexpr):
+    numel = tl.load(table + tensor * COLUMNS + NUMEL)
+    return tl.minimum(numel - offset, SIZE).to(tl.int32)
+
+
+@triton.jit
+def _slots(
+    table, tensor, offset, other,
+    SLOTS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Where the base's state lies, and `other` where it has less."""
+    first, second = other, other
+    if SLOTS > 0:
+        first = _at(table, tensor, FIRST, offset, DTYPE, ALIGNED)
+    if SLOTS > 1:
+        second = _at(table, tensor, SECOND, offset, DTYPE, ALIGNED)
+    return first, second
 
 
 @triton.jit
@@ -129,23 +157,23 @@ def _sum_block(
     return dg, dd, gg, dx, xx
 
 
-@triton.jit(do_not_specialize=["total", "grad"])
+@triton.jit(do_not_specialize=["total", "address"])
 def sum_up(
-    table, grads, grad, chunks, partials, total, groups,
+    table, grads, address, chunks, partials, total, groups,
     WITH_X: tl.constexpr, ALIGNED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk; ⟨Δ, x⟩ and ‖x‖² if `WITH_X`. A tensor whose gradient has
-    no address takes part in ‖Δ‖² alone."""
+    no address takes part in ‖Δ‖² alone. An `address` that is given goes before those in `grads`."""
     program = tl.program_id(0)
-    tensor = tl.load(chunks + 2 * program).to(tl.int64)
-    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, CHUNK).to(tl.int32)
+    tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
-    gradient = _gradient(grads, grad, tensor, offset, G_TYPE, ALIGNED)
-    is_idle = gradient.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8)
+    if address is None:
+        address = tl.load(grads + tensor)
+    gradient = _from(address.to(tl.int64), offset, G_TYPE, ALIGNED)
+    is_idle = address == 0
     read = tl.where(is_idle, 0, count)
 
     lane = tl.arange(0, BLOCK)
@@ -205,32 +233,51 @@ def _propose(x, g, first, second, bias_1, bias_2, made, BASE: tl.constexpr):
 
 
 @triton.jit
-def _update_block(
-    x, grad, delta, first, second, index, place, count, turn, bias_1, bias_2, made,
+def _propose_block(
+    x, grad, first, second, index, count, bias_1, bias_2, made,
     BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """x, what a base adds to it, and the base's next state."""
     point = _load(x, index, count, MASKED)
     gradient = _load(grad, index, count, MASKED) * tl.load(made + FACTOR)
-    displacement = _load(delta, index, count, MASKED)
-    a, b = displacement, displacement
+    a, b = point, point
     if SLOTS > 0:
         a = _load(first, index, count, MASKED)
     if SLOTS > 1:
         b = _load(second, index, count, MASKED)
     proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
+    return point, proposal, a, b
+
+
+@triton.jit
+def _play(
+    x, delta, index, place, count, turn, made, gain, point, displacement, proposal,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write the next point, and the displacement that goes with it."""
+    place += index
+    point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
+    point = _narrowed(point, place, turn, x.dtype.element_ty, False)
+    _store(x, index, point, count, MASKED)
+    displacement += gain * proposal
+    displacement = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
+    _store(delta, index, displacement, count, MASKED)
+
+
+@triton.jit
+def _update_block(
+    x, grad, delta, first, second, index, place, count, turn, bias_1, bias_2, made,
+    BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    displacement = _load(delta, index, count, MASKED)
+    point, proposal, a, b = _propose_block(
+        x, grad, first, second, index, count, bias_1, bias_2, made, BASE, SLOTS, MASKED,
+    )  # fmt: skip
     gain = tl.load(made + GAIN)
     if gain != 0.0:  # at an lr of 0 all stays as it is
-        point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
-        displacement += gain * proposal
-        _store(
-            x,
-            index,
-            _narrowed(point, place + index, turn, x.dtype.element_ty, False),
-            count,
-            MASKED,
-        )
-        moved = _narrowed(displacement, place + index, turn, delta.dtype.element_ty, True)
-        _store(delta, index, moved, count, MASKED)
+        _play(
+            x, delta, index, place, count, turn, made, gain, point, displacement, proposal, MASKED,
+        )  # fmt: skip
     if SLOTS > 0:
         _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
     if SLOTS > 1:
@@ -247,20 +294,12 @@ def update(
     """The step of a known base and Mechanic's, in one."""
     # Everything is loaded before the first branch, so that one latency hides the others.
     goes, turn = tl.load(verdict), tl.load(verdict + 1)
-    program = tl.program_id(0) // (CHUNK // BLOCK)
-    tensor = tl.load(chunks + 2 * program).to(tl.int64)
-    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     address = tl.load(grads + tensor)
     grad = _from(address, offset, G_TYPE, ALIGNED)
-    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
-    first, second = delta, delta
-    if SLOTS > 0:
-        first = _at(table, tensor, FIRST, offset, S_TYPE, ALIGNED)
-    if SLOTS > 1:
-        second = _at(table, tensor, SECOND, offset, S_TYPE, ALIGNED)
+    first, second = _slots(table, tensor, offset, delta, SLOTS, S_TYPE, ALIGNED)
     made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
     bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
     if (goes == 0) | (count <= 0) | (address == 0):
@@ -298,11 +337,9 @@ def square_proposals(
     tl.store(partials, 0.0)
     if not _is_needed(updates, risen, EXACT):
         return
-    tensor = tl.load(chunks + 2 * program).to(tl.int64)
-    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, CHUNK).to(tl.int32)
-    grad = _gradient(grads, None, tensor, offset, G_TYPE, ALIGNED)
-    if grad.to(tl.int64) == offset * (G_TYPE.primitive_bitwidth // 8):
+    tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
+    address = tl.load(grads + tensor)
+    if address == 0:
         return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     group = tl.load(table + tensor * COLUMNS + GROUP)
@@ -317,24 +354,15 @@ def square_proposals(
             squares += proposal * proposal
             begin += BLOCK
     else:
-        first, second = x, x
-        if SLOTS > 0:
-            first = _at(table, tensor, FIRST, offset, S_TYPE, ALIGNED)
-        if SLOTS > 1:
-            second = _at(table, tensor, SECOND, offset, S_TYPE, ALIGNED)
+        grad = _from(address, offset, G_TYPE, ALIGNED)
+        first, second = _slots(table, tensor, offset, x, SLOTS, S_TYPE, ALIGNED)
         bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
-        factor = tl.load(made + FACTOR)
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
-            point = _load(x, index, count, True)
-            gradient = _load(grad, index, count, True) * factor
-            a, b = point, point
-            if SLOTS > 0:
-                a = _load(first, index, count, True)
-            if SLOTS > 1:
-                b = _load(second, index, count, True)
-            proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
+            _, proposal, _, _ = _propose_block(
+                x, grad, first, second, index, count, bias_1, bias_2, made, BASE, SLOTS, True,
+            )  # fmt: skip
             squares += tl.where(index < count, proposal * proposal, 0.0)
             begin += BLOCK
     unit = tl.load(groups + group * TYPED + UNIT)
@@ -347,11 +375,7 @@ def keep(
     ALIGNED: tl.constexpr, X_TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy x, before a base that runs by itself."""
-    program = tl.program_id(0) // (CHUNK // BLOCK)
-    tensor = tl.load(chunks + 2 * program).to(tl.int64)
-    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
-    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
+    tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     copy = _in_copy(copy, table, tensor, offset)
     index = tl.arange(0, BLOCK)
@@ -370,17 +394,9 @@ def _move_block(
     displacement = _load(delta, index, count, MASKED)
     gain = tl.load(made + GAIN)
     if gain != 0.0:
-        point = before + tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
-        displacement += gain * proposal
-        _store(
-            x,
-            index,
-            _narrowed(point, place + index, turn, x.dtype.element_ty, False),
-            count,
-            MASKED,
-        )
-        moved = _narrowed(displacement, place + index, turn, delta.dtype.element_ty, True)
-        _store(delta, index, moved, count, MASKED)
+        _play(
+            x, delta, index, place, count, turn, made, gain, before, displacement, proposal, MASKED,
+        )  # fmt: skip
     else:  # at an lr of 0 all is as it was
         _store(x, index, before.to(x.dtype.element_ty), count, MASKED)
 
@@ -393,12 +409,8 @@ def move(
 ):  # fmt: skip
     """Mechanic's step after any base's, which has moved x since the copy."""
     goes, turn = tl.load(verdict), tl.load(verdict + 1)
-    program = tl.program_id(0) // (CHUNK // BLOCK)
-    tensor = tl.load(chunks + 2 * program).to(tl.int64)
-    offset = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    offset += (tl.program_id(0) % (CHUNK // BLOCK)) * BLOCK
+    tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     address = tl.load(grads + tensor)
-    count = tl.minimum(tl.load(table + tensor * COLUMNS + NUMEL) - offset, BLOCK).to(tl.int32)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
     copy = _in_copy(copy, table, tensor, offset)

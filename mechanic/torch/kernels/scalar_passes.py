@@ -55,8 +55,7 @@ def _total(partials, column, total):
     begin = 0
     while begin < total:
         index = begin + lane
-        part = tl.load(partials + column * total + index, mask=index < total, other=0.0)
-        sums += part.to(tl.float64)
+        sums += tl.load(partials + column * total + index, mask=index < total, other=0.0)
         begin += _SPAN
     return tl.sum(sums, 0)
 
@@ -143,10 +142,8 @@ def tune(
     """The tuner's step: from the sums of all chunks to what is done to each group."""
     factor = _gradient_factor(partials, total, grad_scale, max_norm)
     dg = _total(partials, DG, total)
-    finite = dg == dg
-    if SKIPS:
-        finite = tl.abs(dg) < float("inf")
-    else:
+    finite = tl.abs(dg) < float("inf")
+    if not SKIPS:
         finite = finite | True
     if found_inf is not None:
         finite = finite & (tl.load(found_inf) == 0.0)
