@@ -111,7 +111,7 @@ ROWS = {
         words=9.5,
         option="displacement",
     ),
-    # reads x, g, Δ, writes a copy of x; AdamW's 7; then reads x, the copy, Δ, writes x, Δ
+    # reads g, Δ; copies x; AdamW's 7; then reads x, the copy, Δ, writes x, Δ
     "black-box": Row(
         "mechanize over AdamW(fused=True) as a black box",
         lambda p: mechanize(fused(p, BlackBox)),

@@ -260,9 +260,10 @@ def _refuse_to_clip(optimizer: Optimizer, options: Options) -> None:
 
 def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A step without the call of step hooks that torch wraps around it: the mechanized step has
-    its own, and hooks should run once."""
-    wrapped: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return wrapped if getattr(function, "hooked", False) else function
+    its own, and hooks should run once. torch.compile wraps some once more, marks and all."""
+    while getattr(function, "hooked", False) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 class _Picklable(type):

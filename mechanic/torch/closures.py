@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from mechanic.torch.mechanism import Mechanism
-from mechanic.torch.vectors import Batch
+from mechanic.torch.vectors import Batch, put_back
 
 
 class NonFinite(Exception):  # noqa: N818 - it is no error, and ends in `step`
@@ -71,9 +71,7 @@ def undoing(
     try:
         yield
     except NonFinite:
-        with torch.no_grad():
-            for batch, points in zip(batches, before, strict=True):
-                torch._foreach_copy_(batch.params, points)
+        put_back(batches, before)
         optimizer.state.clear()
         optimizer.state.update(state)
         raise

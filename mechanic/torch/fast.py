@@ -19,16 +19,10 @@ from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from mechanic import tuner
-from mechanic.torch.mechanism import EFFECTIVE_LR, Mechanism
+from mechanic.torch.measure import is_finite
+from mechanic.torch.mechanism import EFFECTIVE_LR, Mechanism, Pace, is_capturing
 from mechanic.torch.modes import has_modes
-from mechanic.torch.rates import (
-    Rate,
-    at_base_rates,
-    has_risen,
-    is_proportional,
-    rate_of,
-    typed_rates,
-)
+from mechanic.torch.rates import at_base_rates, is_proportional
 from mechanic.torch.skipping import skipping, skips_by_itself
 
 if TYPE_CHECKING:
@@ -67,7 +61,7 @@ def works_on(device: torch.device) -> bool:
 
 
 def _can_try(mechanism: Mechanism) -> bool:
-    return not _is_capturing(mechanism) and works_on(mechanism.scale.device)
+    return not is_capturing(mechanism.scale.device) and works_on(mechanism.scale.device)
 
 
 def find_plan(
@@ -90,7 +84,7 @@ def find_plan(
         addresses, arrived = own.find_grads(optimizer, _arrivals_for(optimizer, mechanism))
         if addresses is not None:
             return own, addresses, arrived
-    if _is_capturing(mechanism):
+    if is_capturing(mechanism.scale.device):
         return None  # there is nothing to make a plan with; the plain path is captured
     mechanism.drop_plan()
     listen(optimizer, mechanism)
@@ -109,7 +103,7 @@ def _arrivals_for(optimizer: Any, mechanism: Mechanism) -> "Arrivals | None":
     """What has arrived, where it is certain that no one has changed it unseen. GradScaler does: it
     unscales for bases that do not by themselves, or when it is told to."""
     is_unscaled = getattr(optimizer, "grad_scale", optimizer) is None  # as GradScaler.step says
-    if is_unscaled or not _unscales_by_itself(optimizer) or _is_capturing(mechanism):
+    if is_unscaled or not _unscales_by_itself(optimizer) or is_capturing(mechanism.scale.device):
         return None
     arrivals: Arrivals | None = mechanism.arrivals
     return arrivals
@@ -158,8 +152,8 @@ def step(
             run = functools.partial(base_step, optimizer, *args, **kwargs)
             result = _run_any(optimizer, mechanism, base_step, run, turn, loss)
         torch.autograd.graph.increment_version(plan.params)
-        mechanism.note_rates(turn.lrs)
-        mechanism.count_on_device(may_learn=any(rate.live is not False for rate in turn.rates))
+        mechanism.note_rates(turn.pace.lrs)
+        mechanism.count_on_device(may_learn=any(rate.live is not False for rate in turn.pace.rates))
         for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
             group[EFFECTIVE_LR] = rate
     return True, result
@@ -171,10 +165,7 @@ class _Turn(NamedTuple):
     plan: "Plan"
     addresses: list[int]
     inputs: "Inputs"
-    rates: list[Rate]
-    lrs: list[Any]
-    waits: bool
-    """Whether the norm of the update is, or may be, waited for"""
+    pace: Pace
     is_sound: bool
     """Whether everything was where the plan says"""
 
@@ -191,29 +182,28 @@ def _begin(
     """Launch the sums, which change nothing, and look at the rest while they run."""
     from mechanic.torch.kernels import launch
 
-    proportional, half = is_proportional(base_step), plan.half
-    rates = [
-        rate_of(group, proportional=proportional, half=index in half)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-    lrs = typed_rates(optimizer, mechanism.lrs)
-    risen = has_risen(lrs, mechanism.lrs)
+    pace = mechanism.look_at_rates(
+        optimizer, proportional=is_proportional(base_step), half=plan.half
+    )
+    risen = pace.risen
     if isinstance(risen, Tensor) and risen.device.type == "cpu" != plan.device.type:
         risen = bool(risen)
-    waits = mechanism.is_starting or risen is not False
-    waits = waits and mechanism.options.s_init == "relative"
-    keep: list[Any] | None = mechanism.captured if _is_capturing(mechanism) else None
+        pace = pace._replace(risen=risen, waits=pace.waits and (mechanism.is_starting or risen))
+    keep: list[Any] | None = mechanism.captured if is_capturing(mechanism.scale.device) else None
     if keep is not None:
         keep += [plan, *mechanism.tensors(), *mechanism.lrs]
-    is_sound = mechanism.options.s_decay == 0 or plan.holds(optimizer)  # else the sums read x
+    reads_x = mechanism.options.s_decay != 0
+    is_sound = not reads_x or plan.holds(optimizer)
     with torch.no_grad(), plan.on_device():
-        inputs = _gather(optimizer, mechanism, plan, addresses, rates, risen, keep)
+        inputs = _gather(optimizer, mechanism, plan, addresses, pace, keep)
         if is_sound:
             sections, arrivals = plan.sums, mechanism.arrivals
             if arrivals is not None:
                 sections = arrivals.take_unsummed(has_all=arrived)
             launch.sum_up(plan, mechanism, inputs, sections)
-    return _Turn(plan, addresses, inputs, rates, lrs, waits, is_sound and plan.holds(optimizer))
+    if not reads_x:
+        is_sound = plan.holds(optimizer)
+    return _Turn(plan, addresses, inputs, pace, is_sound)
 
 
 def _run_known(mechanism: Mechanism, turn: _Turn) -> None:
@@ -225,9 +215,9 @@ def _run_known(mechanism: Mechanism, turn: _Turn) -> None:
     is_asked = counts_on_host and (mechanism.options.skip_nonfinite or inputs.found_inf is not None)
     if counts_on_host:
         plan.mirror_steps()
-    if turn.waits:
+    if turn.pace.waits:
         launch.square_proposals(plan, mechanism, inputs)
-    launch.tune(plan, mechanism, inputs, waits=turn.waits)
+    launch.tune(plan, mechanism, inputs, waits=turn.pace.waits)
     if is_asked:
         plan.ask(plan.verdict[0])
     launch.update(plan, inputs)
@@ -247,18 +237,23 @@ def _run_any(
     from mechanic.torch.kernels import launch
 
     plan, inputs = turn.plan, turn.inputs
-    finite = _is_finite(mechanism, plan, inputs)
+    finite = is_finite(mechanism.options, plan.partials[: plan.total].sum(), inputs.found_inf)
     is_asked = isinstance(finite, Tensor) and not skips_by_itself(optimizer, base_step)
     if is_asked and isinstance(finite, Tensor):
         plan.ask(finite)
     launch.keep(plan, inputs)
     if is_asked:
         finite = plan.wait_for_answer()  # while the copy is made
-    result, waits = loss, turn.waits and finite is not False
+    result, waits = loss, turn.pace.waits and finite is not False
     if finite is not False:
         own = skipping(optimizer, [], finite) if isinstance(finite, Tensor) else nullcontext()
         try:
-            with plan.in_place(), at_base_rates(optimizer, turn.rates), own, torch.enable_grad():
+            with (
+                plan.in_place(),
+                at_base_rates(optimizer, turn.pace.rates),
+                own,
+                torch.enable_grad(),
+            ):
                 result = run()
         except BaseException:
             plan.put_back(inputs.copies)
@@ -275,8 +270,7 @@ def _gather(
     mechanism: Mechanism,
     plan: "Plan",
     addresses: list[int],
-    rates: list[Rate],
-    risen: Tensor | bool,
+    pace: Pace,
     keep: list[Any] | None,
 ) -> "Inputs":
     from mechanic.torch.kernels.launch import Inputs
@@ -285,30 +279,18 @@ def _gather(
     if not plan.is_known:
         for dtype, size in plan.copy_sizes.items():
             copies[dtype] = torch.empty(size, dtype=dtype, device=plan.device)
+    risen = pace.risen
     if not isinstance(risen, Tensor):
         risen = plan.yes if risen else plan.no
     return Inputs(
         grads=plan.place_grads(addresses, keep),
-        groups=plan.type_in(optimizer, rates, addresses, keep),
+        groups=plan.type_in(optimizer, pace.rates, addresses, keep),
         grad_scale=getattr(optimizer, "grad_scale", None),
         found_inf=getattr(optimizer, "found_inf", None),
         max_norm=plan.max_norm(mechanism.options.max_grad_norm, keep),
         risen=risen,
         copies=copies,
     )
-
-
-def _is_finite(mechanism: Mechanism, plan: "Plan", inputs: "Inputs") -> Tensor | bool:
-    finite: Tensor | bool = True
-    if mechanism.options.skip_nonfinite:
-        finite = plan.partials[: plan.total].sum().isfinite()
-    if inputs.found_inf is not None:
-        finite = finite & (inputs.found_inf.reshape(()) == 0)
-    return finite
-
-
-def _is_capturing(mechanism: Mechanism) -> bool:
-    return mechanism.scale.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def listen(optimizer: Optimizer, mechanism: Mechanism) -> None:
@@ -332,7 +314,7 @@ def stop_listening(mechanism: Mechanism) -> None:
 
 def _arrive(owner: "weakref.ref[Mechanism]", param: Tensor) -> None:
     mechanism = owner()
-    if mechanism is None or mechanism.arrivals is None or _is_capturing(mechanism):
+    if mechanism is None or mechanism.arrivals is None or is_capturing(mechanism.scale.device):
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return  # where processes share the gradients, this is not yet the mean of them

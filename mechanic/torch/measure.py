@@ -2,13 +2,14 @@
 
 import math
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic import tuner
+from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.rates import Rate
@@ -167,11 +168,12 @@ def _new_reference(
     return x1, d
 
 
-def is_finite(optimizer: Optimizer, mechanism: Mechanism, parts: Parts) -> Tensor | bool:
-    """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0."""
+def is_finite(options: Options, dg: Tensor, found_inf: Any) -> Tensor | bool:
+    """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0.
+    `found_inf` is GradScaler's word for it, a tensor where there is one."""
     finite: Tensor | bool = True
-    if mechanism.options.skip_nonfinite:
-        finite = torch.isfinite(parts.dg)
-    if isinstance(parts.found_inf, Tensor) and hasattr(optimizer, "found_inf"):
-        finite = finite & (parts.found_inf.to(parts.dg.device).reshape(()) == 0)
+    if options.skip_nonfinite:
+        finite = torch.isfinite(dg)
+    if isinstance(found_inf, Tensor):
+        finite = finite & (found_inf.to(dg.device).reshape(()) == 0)
     return finite

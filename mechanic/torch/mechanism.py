@@ -3,7 +3,8 @@
 import copy
 import ctypes
 import warnings
-from typing import Any
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
-from mechanic.torch.rates import Rate
+from mechanic.torch.rates import Rate, has_risen, rate_of, typed_rates
 from mechanic.torch.sharding import Ranks, ranks_of
 
 DISPLACEMENT = "mechanic_displacement"
@@ -40,10 +41,27 @@ NO_PICKLE = (
 )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def write(to: list[Tensor], values: list[Tensor]) -> None:
     """Write scalars in place. (In a list: compiled, what is written to a single float64 on a CPU is
     lost in torch 2.13.)"""
     torch._foreach_copy_(to, values)
+
+
+class Pace(NamedTuple):
+    """The learning rates of a step."""
+
+    rates: list[Rate]
+    lrs: list[Any]
+    """As they are typed"""
+    risen: Tensor | bool
+    """Whether one has risen so much that an update says little about the next"""
+    waits: bool
+    """Whether the norm of the update itself is, or may be, waited for"""
 
 
 class Mechanism:
@@ -189,6 +207,20 @@ class Mechanism:
         """Take over what the tuner has learned."""
         write([*self.state, self.scale, self.share], [*state, state.s.sum(), share])
 
+    def look_at_rates(
+        self, optimizer: Optimizer, *, proportional: bool, half: Container[int] | None = None
+    ) -> "Pace":
+        """How the groups take part in a step. `half` are those that hold float16, where that is
+        known."""
+        rates = [
+            rate_of(group, proportional=proportional, half=None if half is None else i in half)
+            for i, group in enumerate(optimizer.param_groups)
+        ]
+        lrs = typed_rates(optimizer, self.lrs)
+        risen = has_risen(lrs, self.lrs)
+        waits = self.is_starting or risen is not False
+        return Pace(rates, lrs, risen, waits and self.options.s_init == "relative")
+
     def note_rates(self, lrs: list[Any]) -> None:
         """Keep the learning rates that this step was made at."""
         kept = self.lrs + [None] * (len(lrs) - len(self.lrs))
@@ -205,8 +237,7 @@ class Mechanism:
     def count_on_device(self, *, may_learn: bool) -> None:
         """After a step that the device has counted, and may have learned from."""
         self._unsure += may_learn and self.is_starting
-        if self.skips_on_host:
-            self.skips_on_host = 0
+        self.skips_on_host = 0
         self._look_later()
 
     def count(self, finite: Tensor | bool) -> None:
@@ -231,7 +262,7 @@ class Mechanism:
     def _look_later(self) -> None:
         """Look at the count through a copy in host memory that the device writes when it comes
         to it: no step waits, and from a GPU the warning may come a few steps late."""
-        if self.steps.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.steps.device):
             return  # a replay counts, but there is no one to look
         self._calls += 1
         if self._seen is None:

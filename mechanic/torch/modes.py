@@ -40,9 +40,7 @@ def own_view(
     try:
         yield origin
     except BaseException:
-        with torch.no_grad():
-            for batch, points in zip(batches, before, strict=True):
-                torch._foreach_copy_(batch.params, points)
+        vectors.put_back(batches, before)
         raise
 
 

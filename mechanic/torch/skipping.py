@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import DISPLACEMENT, Mechanism, is_capturing
 from mechanic.torch.vectors import Batch
 
 
@@ -20,7 +20,7 @@ def decide(finite: Tensor) -> bool:
 
 def refuse_to_decide(finite: Tensor) -> None:
     """Refuse a decision by the host in a CUDA graph, whose replays it does not see."""
-    if finite.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_capturing(finite.device):
         raise RuntimeError(
             "this step cannot be captured in a CUDA graph: whether to skip it, the host has to "
             "decide. Use an optimizer with fused=True, or else mechanize(optimizer, "

@@ -13,16 +13,9 @@ from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import closures, fast, sharding, vectors
 from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
-from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism, write
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism, is_capturing, write
 from mechanic.torch.modes import has_modes, own_view
-from mechanic.torch.rates import (
-    Rate,
-    at_base_rates,
-    has_risen,
-    is_proportional,
-    rate_of,
-    typed_rates,
-)
+from mechanic.torch.rates import Rate, at_base_rates, is_proportional
 from mechanic.torch.scalars import advance
 from mechanic.torch.sharding import Ranks, begin_sums
 from mechanic.torch.skipping import decide, refuse_capture, selecting, skipping, skips_by_itself
@@ -54,11 +47,7 @@ def step(
     _follow(optimizer, mechanism, batches)
     rule = tuner.RULES[mechanism.options.preset]
     proportional = is_proportional(base_step) and not rule.decays_after_base
-    rates = [rate_of(group, proportional=proportional) for group in optimizer.param_groups]
-    lrs = typed_rates(optimizer, mechanism.lrs)
-    risen = has_risen(lrs, mechanism.lrs)
-    waits = mechanism.is_starting or risen is not False
-    waits = waits and mechanism.options.s_init == "relative"
+    rates, lrs, risen, waits = mechanism.look_at_rates(optimizer, proportional=proportional)
 
     with torch.no_grad():
         parts = measure(optimizer, mechanism, batches, rates, waits=waits)
@@ -67,7 +56,8 @@ def step(
         before = [[param.clone() for param in batch.params] for batch in batches]
     with torch.no_grad():
         parts = Parts(*finish())
-        finite = is_finite(optimizer, mechanism, parts)
+        found_inf = parts.found_inf if hasattr(optimizer, "found_inf") else None
+        finite = is_finite(mechanism.options, parts.dg, found_inf)
         skips = bool(batches) and skips_by_itself(optimizer, base_step)
         if mechanism.process_group is not None:  # its processes need not be alike
             waits = risen = bool(parts.waits)
@@ -104,9 +94,7 @@ def step(
         return loss
     except BaseException:
         if not recorded:  # the base was run at an lr of its own: nothing of it may stay
-            with torch.no_grad():
-                for batch, points in zip(batches, before, strict=True):
-                    torch._foreach_copy_(batch.params, points)
+            vectors.put_back(batches, before)
         raise
 
     origin = before if shown is None else shown
@@ -165,7 +153,7 @@ def _follow(optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]) ->
     home = vectors.home_of([batch.device for batch in batches], optimizer.param_groups)
     if home is None:  # this process holds none
         return
-    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(home):
         refuse_capture(optimizer, mechanism, batches)
     mechanism.to(home)
 

@@ -256,6 +256,13 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         yield index * rows * row, piece
 
 
+def put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
+    """Bring the parameters to where they were `before`."""
+    with torch.no_grad():
+        for batch, points in zip(batches, before, strict=True):
+            torch._foreach_copy_(batch.params, points)
+
+
 def clip(batch: Batch, factor: Tensor) -> None:
     """Multiply the gradients with a factor, in place."""
     for grad in batch.grads:

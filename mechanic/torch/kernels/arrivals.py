@@ -73,9 +73,7 @@ class Arrivals:
     def _section(self, place: int) -> Section:
         if place not in self._alone:
             plan = self._plan
-            begin, end = plan.ranges[place]
-            tables = plan.chunks[begin:], plan.partials[begin:]
-            self._alone[place] = Section(plan.entries[place].kind, begin, end - begin, *tables)
+            self._alone[place] = plan.section(plan.entries[place].kind, *plan.ranges[place])
         return self._alone[place]
 
 

@@ -195,21 +195,23 @@ class Plan:
 
     def _lay_out(self) -> None:
         self.chunk, self.parts = passes.CHUNK, passes.CHUNK // passes.BLOCK
-        sizes = [param.numel() for param in self.params]
-        chunks = [-(-size // self.chunk) for size in sizes]
+        chunks = [-(-size // self.chunk) for size in self._sizes]
         first = [0, *accumulate(chunks)]
         self.total = first[-1]
         self.ranges = list(pairwise(first))
         self._mirrored: list[float] = []
-        self._mirror = torch.zeros(len(sizes), dtype=torch.float32, device=self.device)
+        self._mirror = torch.zeros(len(chunks), dtype=torch.float32, device=self.device)
         self.copy_sizes = dict.fromkeys((entry.kind.x for entry in self.entries), 0)
+        self._in_copy: list[int] = []
+        """Where each parameter begins in the copy of those of its dtype"""
         rows: list[list[int]] = []
-        for entry, size in zip(self.entries, sizes, strict=True):
+        for entry, size in zip(self.entries, self._sizes, strict=True):
             kept = [*entry.kept, *[0] * (3 - len(entry.kept))]
             step = self._mirror.data_ptr() + 4 * len(rows)
             if self.has_steps_here:
                 step = entry.state["step"].data_ptr()
             place = self.copy_sizes[entry.kind.x]
+            self._in_copy.append(place)
             self.copy_sizes[entry.kind.x] = place + -(-size // 16) * 16
             rows.append([entry.param.data_ptr(), *kept, step, size, entry.group, place])
         self.table = upload(rows, torch.int64, self.device)
@@ -227,9 +229,12 @@ class Plan:
             own = [place for place, other in enumerate(kinds) if other == kind]
             begin, end = self.ranges[own[0]][0], self.ranges[own[-1]][1]
             if end > begin:
-                tables = self.chunks[begin:], self.partials[begin:]
-                sections.append(Section(kind, begin, end - begin, *tables))
+                sections.append(self.section(kind, begin, end))
         return sections
+
+    def section(self, kind: Kind, begin: int, end: int) -> Section:
+        """The launch over a range of the chunks."""
+        return Section(kind, begin, end - begin, self.chunks[begin:], self.partials[begin:])
 
     def find_grads(
         self, optimizer: Optimizer, arrivals: "Arrivals | None"
@@ -372,12 +377,9 @@ class Plan:
 
     def put_back(self, copies: dict[torch.dtype, Tensor]) -> None:
         """Bring the parameters to where they were when they were copied."""
-        begins = dict.fromkeys(self.copy_sizes, 0)
-        for param in self.params:
-            begin = begins[param.dtype]
+        for param, begin in zip(self.params, self._in_copy, strict=True):
             before = copies[param.dtype].as_strided(param.shape, param.stride(), begin)
             param.data.copy_(before)
-            begins[param.dtype] = begin + -(-param.numel() // 16) * 16
 
     def ask(self, question: Tensor) -> None:
         """Have the device answer a question of yes or no; what is launched later is not waited
