@@ -16,10 +16,11 @@ class _Values(NamedTuple):
 
     s_init: float | Literal["relative"]
     s_decay: float
+    betas: tuple[float, ...] = PAPER_BETAS
 
 
 _PRESETS: dict[Preset, _Values] = {
-    "default": _Values(s_init="relative", s_decay=0.0),
+    "default": _Values(s_init="relative", s_decay=0.0, betas=(0.99,)),
     "paper": _Values(s_init=1e-8, s_decay=0.01),  # Algorithm 1, line 1
     "mechanic-pytorch": _Values(s_init=1e-8, s_decay=0.01),  # its version 0.0.1
     "optax": _Values(s_init=1e-6, s_decay=0.01),  # optax.contrib.mechanize, 0.2.8
@@ -47,7 +48,7 @@ class Options:
     s_decay: float | None = None
     """Algorithm 1's λ. Above 0 it makes the result depend on the learning rate that is typed."""
 
-    betas: tuple[float, ...] = PAPER_BETAS
+    betas: tuple[float, ...] = None  # type: ignore[assignment]
     """The discount of each tuner; their scales are summed."""
 
     max_scale: float = math.inf
@@ -87,7 +88,8 @@ class Options:
                 f"s_decay must be a finite number of at least 0, got {self.s_decay!r}. "
                 "Use 0.01 for the paper's decay, 0 for none."
             )
-        object.__setattr__(self, "betas", _checked_betas(self.betas))
+        betas = preset.betas if self.betas is None else _checked_betas(self.betas)
+        object.__setattr__(self, "betas", betas)
         if not (self.max_scale == math.inf or (_is_real(self.max_scale) and self.max_scale > 0)):
             raise ValueError(
                 f"max_scale must be a number above 0, got {self.max_scale!r}. "

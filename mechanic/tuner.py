@@ -33,13 +33,13 @@ from mechanic.options import Options, Preset
 Array: TypeAlias = Any
 """A NumPy, torch or JAX array; there is no common type to name."""
 
-# The constants of the default rule, the same for every task: chosen on small problems with SGD,
-# AdamW and Lion, and confirmed on held-out ones. docs/algorithm.md has the scores.
+# The constants of the default rule, the same for every task. docs/research.md has what they were
+# chosen on and what they were confirmed on.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
-FLOOR = 0.01  # a parameter counts as at least this large: zero-initialised ones must start too
-CLIP = 3.0  # one outlier of h counts as at most so many times the largest h before it
-SHRINK = 0.5  # the scale falls at most by this factor a step
-FORGET = 0.05  # γ: a new maximum of the scale amplifies the past by at most 1 + γ
+FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
+FALL = 1.0  # a step against the displacement lowers the scale by less than one along it raises it
+BACK = 1.0
+MEMORY = 0.98  # how long a step against the displacement slows the tuner down
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
 
@@ -110,25 +110,25 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+    """The scale is multiplied, by more than 1 where the displacement still points downhill."""
     xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
-    n, S = len(beta), s.sum()
-    before = U
+    S, before = s.sum(), U
     sigma, U = start(options, state, sums)
-    # A base that has only now begun to move, after a warm-up from almost 0 or a first update by
-    # weight decay alone: what was learned in units of so small a step counts as much less.
-    rebase = 1 / _max(_divide(U, CLIP * before), 1.0)
-    h = _signal(options, S, sums)
-    h = xp.where(m > 0, xp.clip(h + 0 * m, -CLIP * m, CLIP * m), h)
-    m = _max(beta * m, abs(h))
-    v = beta**2 * v + h**2
-    r = rebase * _max(beta * r - s * h, 0.0)
-    s = xp.where(v > 0, _divide(sigma * m / n + r, xp.sqrt(v)), sigma / n)
-    s = s * _max(_divide(SHRINK * rebase * S, s.sum()), 1.0)
+    c = _divide(-_signal(options, S, sums), xp.sqrt(sums.dd * sums.gg)) + 0 * m  # a cosine
+    m = _max(beta * m, abs(c))
+    e = _divide(c, m)
+    gain = 1 / (1 + v)
+    factor = xp.where(e > 0, 1 + gain * e, 1 / (1 + FALL * gain * abs(e)))
+    factor = xp.where(v > 0, factor, xp.where(e < 0, BACK * factor, factor))
+    v = MEMORY * v + _max(-e, 0.0)
+    # In units of the largest update: when updates grow, as in a warm-up, the scale is as much less.
+    rebase = 1 / _max(_divide(U, before), 1.0)
+    s = xp.where(S > 0, rebase * factor * s, 0 * s + sigma / len(beta))
     s = _capped(options, s)
-    M = rebase * M
-    largest = _max(s.sum(), M)
-    keep = 1 / _max(_divide(largest, (1 + FORGET) * M), 1.0)
-    return State(beta, m, v, r, s, largest, U, D), keep
+    moved = _divide((factor * state.s).sum(), S)
+    # The past follows the scale by its square root: x − x_ref is multiplied by √moved.
+    keep = _divide(xp.sqrt(moved) * S, s.sum())
+    return State(beta, m, v, r, s, M, U, D), xp.where(S > 0, keep, 0 * keep + 1)
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -183,10 +183,12 @@ class Rule(NamedTuple):
     update: Callable[[Options, State, Sums], tuple[State, Array]]
     decays_after_base: bool = False
     """The decay's `dx` and `xx` are taken at x_t + u_t"""
+    takes_cosine: bool = False
+    """It reads `dd` and `gg`, whatever the options"""
 
 
 RULES: dict[Preset, Rule] = {
-    "default": Rule(_default),
+    "default": Rule(_default, takes_cosine=True),
     "paper": Rule(_paper),
     "mechanic-pytorch": Rule(_mechanic_pytorch, decays_after_base=True),
     "optax": Rule(_optax),

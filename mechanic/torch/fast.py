@@ -152,7 +152,7 @@ def step(
             run = functools.partial(base_step, optimizer, *args, **kwargs)
             result = _run_any(optimizer, mechanism, base_step, run, turn, loss)
         torch.autograd.graph.increment_version(plan.params)
-        mechanism.note_rates(turn.pace.lrs)
+        mechanism.note_rates(turn.pace.lrs, turn.pace.risen)
         mechanism.count_on_device(may_learn=any(rate.live is not False for rate in turn.pace.rates))
         for group, rate in zip(optimizer.param_groups, plan.effective_lrs, strict=True):
             group[EFFECTIVE_LR] = rate

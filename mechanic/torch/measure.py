@@ -47,6 +47,7 @@ def measure(
 ) -> Parts:
     """Everything that the base's step need not be waited for."""
     options, home = mechanism.options, mechanism.scale.device
+    rule = tuner.RULES[options.preset]
     dg: list[Tensor] = []
     live: Tensor | bool = False
     for batch in batches:
@@ -64,7 +65,7 @@ def measure(
     unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
     gg: Tensor | float = 0.0
     dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
-    if options.s_decay or options.max_grad_norm < math.inf:
+    if options.s_decay or options.max_grad_norm < math.inf or rule.takes_cosine:
         squares = [vectors.squares(b.grads, b.dtype) for b in batches if b.counts]
         gg = vectors.total(chain.from_iterable(squares), home) * unscale**2
     x1, d = _new_reference(optimizer, mechanism, batches)
@@ -94,7 +95,8 @@ def _displacement_square(
     optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
 ) -> Tensor | float:
     """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
-    if mechanism.options.s_init != "relative":
+    options = mechanism.options
+    if options.s_init != "relative" and not tuner.RULES[options.preset].takes_cosine:
         return 0.0
     stored = [
         (index, param, None, optimizer.state[param][DISPLACEMENT])

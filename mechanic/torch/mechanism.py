@@ -221,14 +221,18 @@ class Mechanism:
         waits = self.is_starting or risen is not False
         return Pace(rates, lrs, risen, waits and self.options.s_init == "relative")
 
-    def note_rates(self, lrs: list[Any]) -> None:
-        """Keep the learning rates that this step was made at."""
+    def note_rates(self, lrs: list[Any], risen: Tensor | bool) -> None:
+        """Keep the learning rates of a step whose update was waited for."""
+        if risen is False and not self.is_starting and len(lrs) == len(self.lrs):
+            return
         kept = self.lrs + [None] * (len(lrs) - len(self.lrs))
         for i, lr in enumerate(lrs):
             own = kept[i]
             if not isinstance(lr, Tensor):
                 kept[i] = lr
             elif isinstance(own, Tensor) and own.device == lr.device and own.dtype == lr.dtype:
+                if isinstance(risen, Tensor) and not self.is_starting:
+                    lr = torch.where(risen, lr, own)
                 own.copy_(lr)
             else:
                 kept[i] = lr.clone()

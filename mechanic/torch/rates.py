@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 _BASE_LR = 65536.0  # a power of two: dividing by it is exact
 _BASE_LR_HALF = 16.0  # for float16, whose largest number is 65,504
 
-RISE = 1.5  # half of what the tuner takes for another scale of updates (tuner.CLIP)
+RISE = 1.1  # so much an update may have grown before it is measured again
 
 # Steps whose update is proportional to lr, with no lr in their state; tests/test_bases.py checks
 # each of them. Others, such as Adafactor's with its min(lr, 1/√t), are run at the lr that is typed.

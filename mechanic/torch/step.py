@@ -123,7 +123,7 @@ def step(
                     optimizer.state[owner][DISPLACEMENT] = displacement
             else:
                 vectors.apply(batch, points, base_points, by, mechanism.steps)
-    mechanism.note_rates(lrs)
+    mechanism.note_rates(lrs, risen)
     mechanism.count(finite)
     mechanism.publish_rates(optimizer)
     return result

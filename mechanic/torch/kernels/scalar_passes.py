@@ -165,14 +165,14 @@ def tune(
     lane = tl.arange(0, LANES)
     own = lane < N
     zero = tl.full((), 0.0, tl.float64)
-    dx, xx, gg, uu = zero, zero, zero, zero
+    dx, xx, uu = zero, zero, zero
     if WITH_X:
         dx, xx = _total(partials, DX, total) * of_delta, _total(partials, XX, total)
-        gg = _total(partials, GG, total) * factor * factor
     if WAITS:
         uu = _total(partials, UU, total)
     dg = dg * of_delta * factor
     dd = _total(partials, DD, total) * of_delta * of_delta
+    gg = _total(partials, GG, total) * factor * factor
     takes_part = is_live & finite
     betas = tl.load(beta + lane, mask=own, other=0.0)
     betas, m_, v_, r_, s_, M_, U_, D_, kept = RULE(
