@@ -37,9 +37,8 @@ Array: TypeAlias = Any
 # chosen on and what they were confirmed on.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
-FALL = 1.0  # a step against the displacement lowers the scale by less than one along it raises it
-BACK = 1.0
-MEMORY = 0.98  # how long a step against the displacement slows the tuner down
+BACK = 0.5  # the scale after the ramp, as part of the one that ended it
+MEMORY = 0.98  # for how long a step against the displacement slows the tuner down
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
 
@@ -110,24 +109,27 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    """The scale is multiplied, by more than 1 where the displacement still points downhill."""
+    """The scale is multiplied or divided each step, by the cosine of Δ and −g.
+
+    Here m is the largest cosine of late, v counts the steps that had it below 0, which make the
+    tuner slower, and r and M are not used."""
     xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
     S, before = s.sum(), U
     sigma, U = start(options, state, sums)
-    c = _divide(-_signal(options, S, sums), xp.sqrt(sums.dd * sums.gg)) + 0 * m  # a cosine
-    m = _max(beta * m, abs(c))
-    e = _divide(c, m)
+    cosine = _divide(-_signal(options, S, sums), xp.sqrt(sums.dd * sums.gg)) + 0 * m
+    m = _max(beta * m, abs(cosine))
+    c = _divide(cosine, m)
     gain = 1 / (1 + v)
-    factor = xp.where(e > 0, 1 + gain * e, 1 / (1 + FALL * gain * abs(e)))
-    factor = xp.where(v > 0, factor, xp.where(e < 0, BACK * factor, factor))
-    v = MEMORY * v + _max(-e, 0.0)
-    # In units of the largest update: when updates grow, as in a warm-up, the scale is as much less.
-    rebase = 1 / _max(_divide(U, before), 1.0)
-    s = xp.where(S > 0, rebase * factor * s, 0 * s + sigma / len(beta))
-    s = _capped(options, s)
-    moved = _divide((factor * state.s).sum(), S)
-    # The past follows the scale by its square root: x − x_ref is multiplied by √moved.
-    keep = _divide(xp.sqrt(moved) * S, s.sum())
+    by = xp.where(c > 0, 1 + gain * c, 1 / (1 + gain * abs(c)))
+    by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the ramp ends
+    v = MEMORY * v + _max(-c, 0.0)
+    grown = _divide((by * s).sum(), S)
+    # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
+    # the scale becomes as much less.
+    s = by * s / _max(_divide(U, before), 1.0)
+    s = _capped(options, xp.where(S > 0, s, 0 * s + sigma / len(beta)))
+    # The past takes part by its square root: x − x_ref = S·Δ is multiplied by √grown.
+    keep = _divide(xp.sqrt(grown) * S, s.sum())
     return State(beta, m, v, r, s, M, U, D), xp.where(S > 0, keep, 0 * keep + 1)
 
 

@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch.optim import LBFGS, Optimizer
 
-from mechanic.options import PAPER_BETAS, Options, Preset
+from mechanic.options import Options, Preset
 from mechanic.torch import checkpoint, fast, sharding, vectors, zero
 from mechanic.torch.mechanism import NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
@@ -32,7 +32,7 @@ def mechanize(
     preset: Preset = ...,
     s_init: float | Literal["relative"] | None = ...,
     s_decay: float | None = ...,
-    betas: Iterable[float] = ...,
+    betas: Iterable[float] | None = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
     max_grad_norm: float = ...,
@@ -47,7 +47,7 @@ def mechanize(
     preset: Preset = ...,
     s_init: float | Literal["relative"] | None = ...,
     s_decay: float | None = ...,
-    betas: Iterable[float] = ...,
+    betas: Iterable[float] | None = ...,
     max_scale: float = ...,
     skip_nonfinite: bool = ...,
     max_grad_norm: float = ...,
@@ -61,7 +61,7 @@ def mechanize(
     preset: Preset = "default",
     s_init: float | Literal["relative"] | None = None,
     s_decay: float | None = None,
-    betas: Iterable[float] = PAPER_BETAS,
+    betas: Iterable[float] | None = None,
     max_scale: float = float("inf"),
     skip_nonfinite: bool = True,
     max_grad_norm: float = float("inf"),

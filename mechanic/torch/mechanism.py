@@ -43,7 +43,9 @@ NO_PICKLE = (
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on a device now is captured in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or torch.compiler.is_compiling():  # which cannot ask
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def write(to: list[Tensor], values: list[Tensor]) -> None:
