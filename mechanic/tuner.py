@@ -37,8 +37,11 @@ Array: TypeAlias = Any
 # chosen on and what they were confirmed on.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
-BACK = 0.5  # the scale after the ramp, as part of the one that ended it
-MEMORY = 0.98  # for how long a step against the displacement slows the tuner down
+BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
+OUTLIER = 4.0  # so far above those of late, an h against the displacement halves the scale at most
+SHORT = 0.9  # how late
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale rises by as much less
+ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
 
@@ -52,7 +55,7 @@ class Sums(NamedTuple):
     dx: Array
     """⟨Δ_t, x_t⟩"""
     gg: Array
-    """‖g_t‖²"""
+    """‖g_t‖², of the groups whose lr is not 0"""
     xx: Array
     """‖x_t‖²"""
     x1: Array
@@ -74,11 +77,13 @@ class State(NamedTuple):
     r: Array
     s: Array
     M: Array
-    """The largest S so far (default rule)"""
+    """The number of parameters (default rule)"""
     U: Array
     """The largest ‖u‖ so far (relative start)"""
     D: Array
     """‖Δ‖ without the last update"""
+    R: Array
+    """The largest |S·h| of all (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -89,7 +94,8 @@ def init(options: Options, beta: Array) -> State:
         m = zero + 1e-6
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
-    return State(beta, m=m, v=zero, r=zero, s=s, M=zero.sum(), U=zero.sum(), D=zero.sum())
+    none = zero.sum()
+    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -111,30 +117,45 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """The scale is multiplied or divided each step, by the cosine of Δ and −g.
 
-    Here m is the largest cosine of late, v counts the steps that had it below 0, which make the
-    tuner slower, and r and M are not used."""
-    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
+    Here m is the largest cosine of late and r the largest S·h; v counts the steps against Δ, each
+    of which makes the tuner slower; and M is the number of parameters that the ramp was made for.
+    """
+    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
     S, before = s.sum(), U
     sigma, U = start(options, state, sums)
-    cosine = _divide(-_signal(options, S, sums), xp.sqrt(sums.dd * sums.gg)) + 0 * m
+    is_new = sums.d > ADDED * M
+    known = xp.where(is_new, 0.0 * S, S)  # the scale to go on from, 0 where there is none
+
+    h = _signal(options, S, sums)
+    cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg))) + 0 * m
     m = _max(beta * m, abs(cosine))
+    fall = _finite(-S * h)
+    R = _max(abs(fall), R)
+    brake = xp.where(fall < -OUTLIER * r, _max(_divide(OUTLIER * r, -fall), 0.5), 1.0)
+    brake = xp.where(r > 0, brake, 1.0)
+    r = _max(SHORT * r, abs(fall))
     c = _divide(cosine, m)
-    gain = 1 / (1 + v)
-    by = xp.where(c > 0, 1 + gain * c, 1 / (1 + gain * abs(c)))
-    by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the ramp ends
-    v = MEMORY * v + _max(-c, 0.0)
-    grown = _divide((by * s).sum(), S)
+    gain = 1 / (2 + v)
+    rise = gain * c * xp.clip(_divide(fall, LEAST * R), 0.0, 1.0)
+    # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
+    by = xp.where(c > 0, 1 + rise, 1 / (1 + gain * abs(c) + cosine**2))
+    by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
+    v = xp.where(known > 0, v + _max(-c, 0.0), 0.0 * v)
+
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
-    s = by * s / _max(_divide(U, before), 1.0)
-    s = _capped(options, xp.where(S > 0, s, 0 * s + sigma / len(beta)))
+    grown = _divide((by * s).sum(), S)
+    s = by * brake * s / _max(_divide(U, before), 1.0)
+    s = _capped(options, xp.where(known > 0, s, 0.0 * s + sigma / len(beta)))
     # The past takes part by its square root: x − x_ref = S·Δ is multiplied by √grown.
-    keep = _divide(xp.sqrt(grown) * S, s.sum())
-    return State(beta, m, v, r, s, M, U, D), xp.where(S > 0, keep, 0 * keep + 1)
+    past = xp.where(known > 0, xp.sqrt(grown), 0.0 * grown + 1)
+    keep = xp.where(S > 0, _divide(past * S, s.sum()), 0.0 * S + 1)
+    M = xp.where(is_new, sums.d + 0.0 * M, M)
+    return State(beta, m, v, r, s, M, U, D, R), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     h = _signal(options, s.sum(), sums)  # line 10
     m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
@@ -142,12 +163,12 @@ def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
     W = sigma * m / len(beta) + r  # line 15
     s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
-    return State(beta, m, v, r, s, M, U, D), M * 0 + 1
+    return State(beta, m, v, r, s, M, U, D, R), M * 0 + 1
 
 
 def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
-    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
@@ -157,12 +178,12 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
     v = beta**2 * v + h**2
     r = _max(beta * r - s * h, 0.0)
     s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
-    return State(beta, m, v, r, s, M, U, D), keep
+    return State(beta, m, v, r, s, M, U, D, R), keep
 
 
 def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """optax.contrib.mechanize 0.2.8."""
-    xp, (beta, m, v, r, s, M, U, D) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)
@@ -172,7 +193,7 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(h) + EPS)
     v = beta**2 * v + h**2
     W = sigma * m / len(beta) + _max(r, 0.0)
-    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U, D), keep
+    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U, D, R), keep
 
 
 def _capped(options: Options, s: Array) -> Array:

@@ -38,7 +38,7 @@ def run(
     gradient(x, t) gives g_t, schedule(t) a factor on lr, `options` go to the rule and `hyper` to
     the base. Returns the points x_1, ..., x_{T+1} and the scales S_1, ..., S_{T+1}.
     """
-    update_scale = {"default": g5, "paper": algorithm1}[rule]
+    update_scale = {"default": multiplied, "paper": algorithm1}[rule]
     options = dict(options or {}) | ({"cap": cap} if rule == "default" else {})
     x_ref = np.array(x0, dtype=np.float64)
     x, delta = x_ref.copy(), np.zeros_like(x_ref)  # lines 2 and 3
@@ -49,7 +49,8 @@ def run(
         rate = np.asarray(lr, dtype=np.float64) * (1.0 if schedule is None else schedule(t))
         u = base(g, x, memory, rate, **hyper)  # line 7
         last = tuner.get("rate", np.zeros_like(rate))  # 0 where there has been none yet
-        grown = np.divide(rate, last, out=np.ones_like(rate), where=last > 0)
+        measured = tuner.get("measured", np.zeros_like(rate))
+        grown = np.divide(rate, measured, out=np.ones_like(rate), where=measured > 0)
         tuner.update(rise=max(1.0, grown.max()), rate=np.where(rate > 0, rate, last))
         tuner["t"] = tuner.get("t", 0) + np.any(rate > 0)  # steps at an lr above 0, from 1
         s, q = update_scale(tuner, delta, g, x, u, **options)  # lines 10 to 16
@@ -106,38 +107,53 @@ def algorithm1(
     return s, 1.0
 
 
-def g5(state, delta, g, x, u, *, betas=BETAS, cap=math.inf):
-    """The default rule: constants and lines as in the study that chose it, and three of ours: what
-    was learned is rebased when U more than triples, M is of scales that were played, and ‖u‖ is
-    that of the update before, as far as it has made Δ grow; it is taken itself in ten steps, and
-    when an lr has grown by more than half."""
-    rho, gamma, clip, shrink = 1e-4, 0.05, 3.0, 0.5
+def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
+    """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
+    has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     beta = np.asarray(betas)
     n, zero = len(beta), np.zeros(len(beta))
-    m, v, r, s = (state.get(name, zero) for name in "mvrs")
-    M, S = state.get("M", 0.0), s.sum()
+    s, m, v, r = (state.get(name, zero).copy() for name in "smvr")
+    S, R, count = s.sum(), state.get("R", 0.0), state.get("count", 0)
 
-    X = max(np.linalg.norm(state["x1"]), 0.01 * math.sqrt(x.size))
-    D = np.linalg.norm(delta)
-    U = max(state.get("U", 0.0), D - state.get("D", 0.0))
-    if state["t"] <= 10 or state["rise"] > 1.5:
+    X = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
+    D, U_before = np.linalg.norm(delta), state.get("U", 0.0)
+    U = max(U_before, D - state.get("D", 0.0))
+    if state["t"] <= 10 or state["rise"] > 1.1:
         U = max(U, np.linalg.norm(u))
-    rebase = min(1.0, clip * state.get("U", 0.0) / U) if state.get("U", 0.0) > 0 else 1.0
-    sigma = rho * X / U if U > 0 else 0.0
-    h = delta @ g
-    h = np.where(m > 0, np.clip(h, -clip * m, clip * m), h)  # ĥ, one for each β
-    m = np.maximum(beta * m, np.abs(h))
-    v = beta**2 * v + h**2
-    r = rebase * np.maximum(0.0, beta * r - s * h)
-    S, M = rebase * S, rebase * M
-    s = np.full(n, sigma / n)  # while v_i = 0
-    seen = v > 0
-    s[seen] = (sigma * m / n + r)[seen] / np.sqrt(v[seen])
-    if 0 < s.sum() < shrink * S:
-        s = s * (shrink * S / s.sum())
-    largest = max(M, min(cap, s.sum()))
-    q = min(1.0, (1 + gamma) * M / largest) if largest > 0 else 1.0
-    state.update(m=m, v=v, r=r, M=largest, U=U, D=q * D)
+        state["measured"] = state["rate"]
+
+    slope = delta @ g
+    sizes = D * np.linalg.norm(g)
+    cosine = -slope / sizes if sizes > 0 else 0.0
+    fall = -S * slope
+    R = max(R, abs(fall))
+    by = np.ones(n)
+    for i in range(n):
+        before = m[i], v[i], r[i]
+        m[i] = max(beta[i] * m[i], abs(cosine))
+        c = cosine / m[i] if m[i] > 0 else 0.0
+        if c > 0:
+            worth = min(1.0, fall / (0.01 * R)) if R > 0 else 0.0
+            by[i] = 1 + worth * c / (2 + before[1])
+        elif c < 0:
+            by[i] = 1 / (1 - c / (2 + before[1]) + cosine**2)
+            if before[1] == 0:  # the ramp ends
+                by[i] *= 0.5
+            v[i] -= c
+        if before[2] > 0 and -fall > 4 * before[2]:
+            s[i] *= max(0.5, 4 * before[2] / -fall)
+        r[i] = max(0.9 * r[i], abs(fall))
+    grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
+    s = s * by
+    if U_before > 0:
+        s = s * U_before / U
+    if count * 1.1 < x.size:  # all of it is new: the ramp begins
+        s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
+    elif S == 0:
+        s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
+    s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
+    q = math.sqrt(grown) * S / s.sum() if S > 0 else 1.0
+    state.update(m=m, v=v, r=r, R=R, U=U, D=q * D, count=count)
     return s, q
 
 

@@ -1,7 +1,6 @@
 """The sums that a step takes: this process's part of them, completed by `sharding.begin_sums`."""
 
 import math
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,9 @@ class Parts(NamedTuple):
     dg: Tensor
     dx: Tensor | float
     gg: Tensor | float
+    """‖g‖² of all groups, which is clipped by"""
+    live_gg: Tensor | float
+    """‖g‖² of those whose lr is not 0"""
     xx: Tensor | float
     dd: Tensor | float
     x1: Tensor | float
@@ -47,7 +49,6 @@ def measure(
 ) -> Parts:
     """Everything that the base's step need not be waited for."""
     options, home = mechanism.options, mechanism.scale.device
-    rule = tuner.RULES[options.preset]
     dg: list[Tensor] = []
     live: Tensor | bool = False
     for batch in batches:
@@ -63,16 +64,14 @@ def measure(
             live = live | (is_live.to(home) if isinstance(is_live, Tensor) else is_live)
     grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
     unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
-    gg: Tensor | float = 0.0
+    gg, live_gg = _gradient_squares(mechanism, batches, rates)
     dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
-    if options.s_decay or options.max_grad_norm < math.inf or rule.takes_cosine:
-        squares = [vectors.squares(b.grads, b.dtype) for b in batches if b.counts]
-        gg = vectors.total(chain.from_iterable(squares), home) * unscale**2
     x1, d = _new_reference(optimizer, mechanism, batches)
     return Parts(
         dg=vectors.total(dg, home) * mechanism.share * unscale,
         dx=dx,
-        gg=gg,
+        gg=gg * unscale**2,
+        live_gg=live_gg * unscale**2,
         xx=xx,
         dd=_displacement_square(optimizer, mechanism, batches),
         x1=x1,
@@ -81,6 +80,29 @@ def measure(
         found_inf=getattr(optimizer, "found_inf", 0.0),
         waits=waits,
     )
+
+
+def _gradient_squares(
+    mechanism: Mechanism, batches: list[Batch], rates: list[Rate]
+) -> tuple[Tensor | float, Tensor | float]:
+    """‖g‖² of all groups, and of those whose lr is not 0."""
+    options, home = mechanism.options, mechanism.scale.device
+    takes_cosine = tuner.RULES[options.preset].takes_cosine
+    if not (options.s_decay or options.max_grad_norm < math.inf or takes_cosine):
+        return 0.0, 0.0
+    squares: list[Tensor] = []
+    live: list[Tensor] = []
+    for batch in batches:
+        if not batch.counts:
+            continue
+        own, is_live = vectors.squares(batch.grads, batch.dtype), rates[batch.group].live
+        squares += own
+        live += own if is_live is True else [torch.where(_as(is_live, q), q, 0.0) for q in own]
+    return vectors.total(squares, home), vectors.total(live, home)
+
+
+def _as(flag: Tensor | bool, like: Tensor) -> Tensor:
+    return torch.as_tensor(flag, dtype=torch.bool, device=like.device)
 
 
 def _decay_sums(mechanism: Mechanism, batches: list[Batch]) -> tuple[Tensor, Tensor]:

@@ -225,16 +225,17 @@ class Mechanism:
 
     def note_rates(self, lrs: list[Any], risen: Tensor | bool) -> None:
         """Keep the learning rates of a step whose update was waited for."""
-        if risen is False and not self.is_starting and len(lrs) == len(self.lrs):
+        if risen is False and not self.is_starting:
             return
         kept = self.lrs + [None] * (len(lrs) - len(self.lrs))
         for i, lr in enumerate(lrs):
             own = kept[i]
             if not isinstance(lr, Tensor):
                 kept[i] = lr
-            elif isinstance(own, Tensor) and own.device == lr.device and own.dtype == lr.dtype:
-                if isinstance(risen, Tensor) and not self.is_starting:
-                    lr = torch.where(risen, lr, own)
+                continue
+            if isinstance(risen, Tensor) and own is not None and not self.is_starting:
+                lr = torch.where(risen, lr, own)
+            if isinstance(own, Tensor) and own.device == lr.device and own.dtype == lr.dtype:
                 own.copy_(lr)
             else:
                 kept[i] = lr.clone()

@@ -94,8 +94,8 @@ def typed_rates(optimizer: Optimizer, before: list[Any]) -> list[Any]:
 def has_risen(lrs: list[Any], before: list[Any]) -> Tensor | bool:
     """Whether the learning rate of a group is so much above the one before that an update says
     little about the next; for one that is a tensor the device has to tell."""
-    risen: Tensor | bool = False
-    for lr, last in zip(lrs, before, strict=False):  # groups may have been added
+    risen: Tensor | bool = len(lrs) > len(before)  # groups were added
+    for lr, last in zip(lrs, before, strict=False):
         risen = risen | (lr > RISE * last)
     return risen
 

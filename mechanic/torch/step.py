@@ -164,7 +164,10 @@ def _clip(mechanism: Mechanism, batches: list[Batch], parts: Parts) -> Parts:
     factor = (mechanism.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
     for batch in batches:
         vectors.clip(batch, factor)
-    return parts._replace(dg=parts.dg * factor, gg=parts.gg * factor**2)
+    square = factor**2
+    return parts._replace(
+        dg=parts.dg * factor, gg=parts.gg * square, live_gg=parts.live_gg * square
+    )
 
 
 def _admit(
@@ -180,7 +183,7 @@ def _admit(
     return tuner.Sums(
         dg=parts.dg,
         dx=parts.dx,
-        gg=parts.gg,
+        gg=parts.live_gg,
         xx=parts.xx,
         x1=mechanism.reference_square,
         d=mechanism.size,

@@ -36,8 +36,8 @@ OF_A, REST_A, OF_B, REST_B, OF_EPS, OF_DECAY, OF_BASE_LR = map(_Column, range(4,
 MADE = _Column(11)
 
 # The sums, in the order in which `partials` holds them.
-DG, DD, GG, DX, XX, UU = map(_Column, range(6))
-SUMS = 6
+DG, DD, GG, LIVE_GG, DX, XX, UU = map(_Column, range(7))
+SUMS = 7
 
 
 @triton.jit
@@ -164,8 +164,9 @@ def sum_up(
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk; ⟨Δ, x⟩ and ‖x‖² if `WITH_X`. A tensor whose gradient has
-    no address takes part in ‖Δ‖² alone. An `address` that is given goes before those in `grads`."""
+    """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk, the last also without groups at lr 0; ⟨Δ, x⟩ and ‖x‖² if
+    `WITH_X`. A tensor whose gradient has no address takes part in ‖Δ‖² alone. An `address` that is
+    given goes before those in `grads`."""
     program = tl.program_id(0)
     tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
@@ -199,7 +200,9 @@ def sum_up(
     partials += program
     tl.store(partials + DG * total, tl.sum(dg, 0).to(tl.float64) * weight)
     tl.store(partials + DD * total, tl.sum(dd, 0).to(tl.float64))
-    tl.store(partials + GG * total, tl.sum(gg, 0).to(tl.float64))
+    square = tl.sum(gg, 0).to(tl.float64)
+    tl.store(partials + GG * total, square)
+    tl.store(partials + LIVE_GG * total, tl.where(is_live, square, 0.0))
     if WITH_X:
         tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)).to(tl.float64))
         tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)).to(tl.float64))

@@ -1,0 +1,1 @@
+"""The laboratory: rules that tune a scale, compared on populations of small models."""
