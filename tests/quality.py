@@ -1,6 +1,6 @@
 """Small tasks on data that comes with Python and scikit-learn, and the best of a sweep on each.
 
-    python tests/quality.py          writes quality.csv: sweeps every task anew, some ten minutes
+    python tests/quality.py          writes quality.csv: sweeps every task anew, some five minutes
 
 The sweep is made with the base alone: it has to be made again only if a task is changed.
 """
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
-from mechanic.bench.suites import convex, corpus, lm, vision
+from mechanic.bench.suites import convex, corpus, lm
 from mechanic.bench.suites.shared import classification
 from mechanic.bench.task import Problem, Setting, Task, cosine, half_decades, shuffled
 from mechanic.bench.train import DivergedError, train
@@ -44,7 +44,6 @@ def rows() -> list[Row]:
     data = Data()
     wanted = {"logistic-iris", "logistic-breast_cancer", "logistic-digits8x8"}
     tasks = [task for task in convex.tasks(data) if task.name in wanted]
-    tasks += [task for task in vision.tasks(data) if task.name == "resnet18-digits8x8"]
     text = lm.tasks(data)[0]
     grids = {"sgd": half_decades(-3, 1), "adamw": half_decades(-4, 0), "lion": half_decades(-5, -1)}
     tasks += [

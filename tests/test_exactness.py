@@ -104,6 +104,9 @@ def train(problem, base, dtype, lr=LR, schedule=None, x0=None, **options):
     return np.array(points), np.array(scales)
 
 
+TOLERANCE = {"paper": 1e-10, "default": 1e-7}
+
+
 def assert_same(trajectory, expected, tolerance, growth=300):
     """The same scales and points at every step, and a scale that has grown by a large factor."""
     (points, scales), (expected_points, expected_scales) = trajectory, expected
@@ -129,8 +132,9 @@ def double():
 def test_float64(problem, base, preset):
     problem, base = PROBLEMS[problem], BASES[base]
     trajectory = train(problem, base, torch.float64, preset=preset)
-    # 1e-13 was the largest error seen.
-    assert_same(trajectory, expect(problem, base, preset), 1e-10)
+    # 1e-13 was the largest error seen with the paper's rule, 4e-9 with the default: that goes by
+    # quotients of a cosine, which differ in their last bits from the first step on.
+    assert_same(trajectory, expect(problem, base, preset), TOLERANCE[preset])
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
@@ -149,10 +153,16 @@ def test_float32(problem, base, preset):
         return u
 
     expected = expect(problem, base._replace(reference=watched), preset)
-    # Lion takes signs, which rounding could flip near 0. It takes none there: S is right to 1e-5.
-    assert nearest > 5e-5
+    trajectory = train(problem, base, torch.float32, preset=preset)
+    if preset == "default" and problem is PROBLEMS["wine"]:
+        # Its classes can be told apart: the loss goes to 0, and then rounding decides the sign of
+        # a cosine. The ramp and what follows are over by step 60.
+        trajectory, expected = (tuple(a[:60] for a in run) for run in (trajectory, expected))
+    else:
+        # Lion takes signs, which rounding could flip near 0. It takes none there.
+        assert nearest > 5e-5
     # 3e-5 was the largest error seen.
-    assert_same(train(problem, base, torch.float32, preset=preset), expected, 1e-3)
+    assert_same(trajectory, expected, 1e-3)
 
 
 def warm_up_and_cosine(t):
@@ -169,7 +179,7 @@ def test_a_schedule_over_groups_of_unequal_learning_rates(base, preset):
     trajectory = train(
         problem, base, torch.float64, lr=(0.5, 0.02), schedule=schedule, preset=preset
     )
-    assert_same(trajectory, expected, 1e-10, growth=50)
+    assert_same(trajectory, expected, TOLERANCE[preset], growth=50)
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
@@ -177,7 +187,7 @@ def test_parameters_that_start_at_zero(preset):
     # At step 1 the decay of the paper's rule is then 0/0, and ‖x_1‖ of the default rule is 0.
     problem, base, x0 = PROBLEMS["wine"], BASES["adamw"], np.zeros(42)
     trajectory = train(problem, base, torch.float64, x0=x0, preset=preset)
-    assert_same(trajectory, expect(problem, base, preset, x0=x0), 1e-10)
+    assert_same(trajectory, expect(problem, base, preset, x0=x0), TOLERANCE[preset])
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
@@ -186,4 +196,4 @@ def test_a_cap(preset):
     cap = expect(problem, base, preset)[1].max() / 3
     points, scales = train(problem, base, torch.float64, preset=preset, max_scale=cap)
     assert scales.max() == pytest.approx(cap, rel=1e-12)
-    assert_same((points, scales), expect(problem, base, preset, cap=cap), 1e-10)
+    assert_same((points, scales), expect(problem, base, preset, cap=cap), TOLERANCE[preset])

@@ -374,11 +374,12 @@ def test_a_group_at_a_quarter_of_the_lr_is_a_reparametrisation() -> None:
     """SGD at lr/4 on b is SGD at lr on 2·b: the group's ratio acts on the update and on h alike."""
     target = torch.linspace(-1, 2, 6, dtype=torch.float64)
     a, b = (torch.zeros(6, dtype=torch.float64).requires_grad_() for _ in range(2))
+    rule: Any = {"preset": "paper", "s_init": 1e-5, "s_decay": 0.0}  # which takes no norms
     groups = mechanize(
-        torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.25}], lr=1.0), s_init=1e-5
+        torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.25}], lr=1.0), **rule
     )
     c, d = (torch.zeros(6, dtype=torch.float64).requires_grad_() for _ in range(2))
-    one = mechanize(torch.optim.SGD([c, d], lr=1.0), s_init=1e-5)
+    one = mechanize(torch.optim.SGD([c, d], lr=1.0), **rule)
     for _ in range(60):
         for opt, x, y in ((groups, a, b), (one, c, d / 2)):
             opt.zero_grad()
@@ -445,7 +446,7 @@ def test_add_param_group_mid_run(base: Base) -> None:
     assert len(opt.state_dict()["param_groups"]) == 2
     assert torch.equal(tuner(opt).scale, scale)
     loss = problem.total()
-    losses = train(opt, problem, 25, start=20)
+    losses = train(opt, problem, 50, start=20)
     assert all((p != x).any() for p, x in zip(second, at_rest, strict=True))
     assert all(torch.isfinite(p).all() for p in problem.params)
     assert max(losses) < 1.5 * start
@@ -709,7 +710,7 @@ def test_maximize_of_one_group() -> None:
         x, y = (torch.ones(4, dtype=torch.float64).requires_grad_() for _ in range(2))
         groups = [{"params": [x]}, {"params": [y], "maximize": up}]
         opt = mechanize(torch.optim.SGD(groups, lr=1.0))
-        for _ in range(40):
+        for _ in range(60):
             opt.zero_grad()
             ((x - 3) ** 2 + (-1 if up else 1) * (y + 2) ** 2).sum().backward()
             opt.step()

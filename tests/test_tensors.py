@@ -304,7 +304,7 @@ def test_complex_parameters_are_pairs_of_real_ones(base, dtype):
 def test_complex_beside_real():
     params = [nn.Parameter(torch.tensor([1 + 2j, -1j])), nn.Parameter(torch.ones(3))]
     opt = mechanize(AdamW(params, lr=1.0))
-    descend(opt, params, 100)
+    descend(opt, params, 200)
     assert_moved(opt)
     assert all((param - 3).abs().max() < 0.3 for param in params)
 

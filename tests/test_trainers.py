@@ -114,7 +114,8 @@ def test_transformers_trainer_stops_and_resumes(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert int(tuner(resumed.optimizer).metrics()["steps"]) == 6 * 16
     assert float(tuner(first.optimizer).scale) > 1e-3
-    assert final_loss(resumed.model.linear) < final_loss(first.model.linear) < 1
+    assert final_loss(resumed.model.linear) < 0.05
+    assert final_loss(first.model.linear) < 1
 
 
 def test_transformers_trainer_makes_the_optimizer_from_the_class(tmp_path):
