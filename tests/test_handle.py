@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic.torch import Tuner, mechanize, tuner
+from mechanic.tuner import State
 
 every_base = pytest.mark.parametrize("base", BASES, ids=str)
 OWN_KEYS = {"mechanic", "effective_lr"}
@@ -189,7 +190,8 @@ def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> No
     assert not handle.frozen
     handle.freeze()
     assert handle.frozen
-    scale, known = handle.scale.clone(), [t.clone() for t in opt._mechanic.state]
+    scale = handle.scale.clone()
+    known = State(*(t.clone() for t in opt._mechanic.state))
     twin = make_problem(base, dtype=torch.float64)
     for step in range(24, 46):
         before = values(problem.params)
