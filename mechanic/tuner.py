@@ -120,17 +120,17 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     Here m is the largest cosine of late and r the largest S·h; v counts the steps against Δ, each
     of which makes the tuner slower; and M is the number of parameters that the ramp was made for.
     """
-    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
-    S, before = s.sum(), U
+    xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
+    S = s.sum()
     sigma, U = start(options, state, sums)
-    is_new = sums.d > ADDED * M
-    known = xp.where(is_new, 0.0 * S, S)  # the scale to go on from, 0 where there is none
+    is_new = sums.d > ADDED * state.M
+    known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where there is none
 
     h = _signal(options, S, sums)
     cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg))) + 0 * m
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
-    R = _max(abs(fall), R)
+    R = _max(abs(fall), state.R)
     limit = OUTLIER * r
     brake = xp.where(r > 0, _divide(limit, xp.clip(-fall + 0 * r, limit, 2 * limit)), 1.0)
     r = _max(SHORT * r, abs(fall))
@@ -140,22 +140,22 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
     by = xp.where(c > 0, 1 + rise, 1 / (1 + gain * abs(c) + cosine**2))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
-    v = xp.where(known > 0, v + _max(-c, 0.0), 0.0 * v)
+    v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     grown = _divide((by * s).sum(), S)
-    s = by * brake * s / _max(_divide(U, before), 1.0)
-    s = _capped(options, xp.where(known > 0, s, 0.0 * s + sigma / len(beta)))
+    s = by * brake * s / _max(_divide(U, state.U), 1.0)
+    s = _capped(options, xp.where(known > 0, s, sigma / len(beta)))
     # The past takes part by its square root: x − x_ref = S·Δ is multiplied by √grown.
-    past = xp.where(known > 0, xp.sqrt(grown), 0.0 * grown + 1)
-    keep = xp.where(S > 0, _divide(past * S, s.sum()), 0.0 * S + 1)
-    M = xp.where(is_new, sums.d + 0.0 * M, M)
-    return State(beta, m, v, r, s, M, U, D, R), keep
+    past = xp.where(known > 0, xp.sqrt(grown), 1.0)
+    keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
+    M = xp.where(is_new, sums.d, state.M)
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
     h = _signal(options, s.sum(), sums)  # line 10
     m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
@@ -163,12 +163,12 @@ def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
     W = sigma * m / len(beta) + r  # line 15
     s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
-    return State(beta, m, v, r, s, M, U, D, R), M * 0 + 1
+    return state._replace(m=m, v=v, r=r, s=s, U=U), U * 0 + 1
 
 
 def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
-    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
@@ -178,12 +178,12 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
     v = beta**2 * v + h**2
     r = _max(beta * r - s * h, 0.0)
     s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
-    return State(beta, m, v, r, s, M, U, D, R), keep
+    return state._replace(m=m, v=v, r=r, s=s, U=U), keep
 
 
 def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """optax.contrib.mechanize 0.2.8."""
-    xp, (beta, m, v, r, s, M, U, D, R) = namespace(sums.dg), state
+    xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
     S = s.sum()
     keep = S / (S + EPS)
@@ -193,7 +193,7 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(h) + EPS)
     v = beta**2 * v + h**2
     W = sigma * m / len(beta) + _max(r, 0.0)
-    return State(beta, m, v, r, W / (xp.sqrt(v) + EPS), M, U, D, R), keep
+    return state._replace(m=m, v=v, r=r, s=W / (xp.sqrt(v) + EPS), U=U), keep
 
 
 def _capped(options: Options, s: Array) -> Array:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from mechanic.bench.data import Data
+from mechanic.bench.task import cosine, step_decay
 
 from .population import Batch, Layout, Problem, Schedule
 
@@ -57,23 +58,6 @@ def half_decades(low: float, high: float) -> list[float]:
     return [10 ** (low + 0.5 * k) for k in range(round(2 * (high - low)) + 1)]
 
 
-def cosine(warm_up: float = 0.0) -> Schedule:
-    def schedule(done: float) -> float:
-        if done < warm_up:
-            return done / warm_up
-        return 0.5 + 0.5 * math.cos(math.pi * (done - warm_up) / (1 - warm_up))
-
-    return schedule
-
-
-def linear(warm_up: float = 0.0) -> Schedule:
-    return lambda done: done / warm_up if done < warm_up else (1 - done) / (1 - warm_up)
-
-
-def stairs(factor: float, *at: float) -> Schedule:
-    return lambda done: factor ** sum(done >= stair for stair in at)
-
-
 def constant(done: float) -> float:
     return 1.0
 
@@ -90,7 +74,7 @@ def logistic(source: Source, name: str, base: str) -> Problem:
         return F.cross_entropy(batch[0] @ weight.T + bias, batch[1])
 
     grid = {"sgd": (-2, 2), "adamw": (-3, 1), "lion": (-4, 0)}[base]
-    schedule = stairs(0.1, 0.6, 0.8, 0.95)
+    schedule = step_decay(0.1, (0.6, 0.8, 0.95))
     return Problem(layout, loss, (x, y), 64, 300, schedule, base, half_decades(*grid))
 
 

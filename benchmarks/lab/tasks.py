@@ -5,19 +5,10 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from functools import partial
 
+from mechanic.bench.task import cosine, linear, step_decay
+
 from .population import Problem, run
-from .problems import (
-    Source,
-    constant,
-    cosine,
-    gpt,
-    linear,
-    logistic,
-    lstm,
-    perceptron,
-    resnet,
-    stairs,
-)
+from .problems import Source, constant, gpt, logistic, lstm, perceptron, resnet
 from .rules import Fixed
 
 Tasks = dict[str, Callable[[Source], Problem]]
@@ -51,7 +42,7 @@ def networks() -> Tasks:
         "gptconst/adamw": partial(gpt, base="adamw", schedule=constant, steps=400),
         "ft/adamw": finetuned,
         "lstm/adamw": lstm,
-        "resnet/sgd": partial(resnet, base="sgd", schedule=stairs(0.2, 0.3, 0.6, 0.8)),
+        "resnet/sgd": partial(resnet, base="sgd", schedule=step_decay(0.2, (0.3, 0.6, 0.8))),
         "resnetcos/sgd": partial(resnet, base="sgd", schedule=cosine(0.05)),
         "resnet/adamw": partial(resnet, base="adamw", schedule=cosine(0.05)),
     }

@@ -90,15 +90,13 @@ def _gradient_squares(
     takes_cosine = tuner.RULES[options.preset].takes_cosine
     if not (options.s_decay or options.max_grad_norm < math.inf or takes_cosine):
         return 0.0, 0.0
-    squares: list[Tensor] = []
-    live: list[Tensor] = []
-    for batch in batches:
-        if not batch.counts:
-            continue
-        own, is_live = vectors.squares(batch.grads, batch.dtype), rates[batch.group].live
-        squares += own
-        live += own if is_live is True else [torch.where(_as(is_live, q), q, 0.0) for q in own]
-    return vectors.total(squares, home), vectors.total(live, home)
+    own = [(vectors.squares(b.grads, b.dtype), rates[b.group].live) for b in batches if b.counts]
+    gg = vectors.total([q for squares, _ in own for q in squares], home)
+    if all(is_live is True for _, is_live in own):
+        return gg, gg
+    # Not by a product: inf · 0 is NaN.
+    live = [torch.where(_as(flag, q), q, 0.0) for squares, flag in own for q in squares]
+    return gg, vectors.total(live, home)
 
 
 def _as(flag: Tensor | bool, like: Tensor) -> Tensor:
