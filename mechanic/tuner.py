@@ -39,7 +39,7 @@ START = 1e-4  # ρ: the first update moves the parameters by this fraction of th
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # so far above those of late, an h against the displacement halves the scale at most
-SHORT = 0.9  # how late
+SHORT = 0.95  # how late
 LEAST = 0.01  # below this part of the largest |S·h| of all, the scale rises by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
@@ -133,9 +133,9 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     R = _max(abs(fall), state.R)
     limit = OUTLIER * r
     brake = xp.where(r > 0, _divide(limit, xp.clip(-fall + 0 * r, limit, 2 * limit)), 1.0)
-    r = _max(SHORT * r, abs(fall))
+    r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
     c = _divide(cosine, m)
-    gain = 1 / (2 + v)
+    gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
     rise = gain * c * xp.clip(_divide(fall, LEAST * R), 0.0, 1.0)
     # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
     by = xp.where(c > 0, 1 + rise, 1 / (1 + gain * abs(c) + cosine**2))
@@ -148,7 +148,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     s = by * brake * s / _max(_divide(U, state.U), 1.0)
     s = _capped(options, xp.where(known > 0, s, sigma / len(beta)))
     # The past takes part by its square root: x − x_ref = S·Δ is multiplied by √grown.
-    past = xp.where(known > 0, xp.sqrt(grown), 1.0)
+    past = xp.sqrt(xp.where(grown > 1, xp.sqrt(grown), grown))
+    past = xp.where(known > 0, past, 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
     return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep

@@ -132,17 +132,18 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         before = m[i], v[i], r[i]
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = cosine / m[i] if m[i] > 0 else 0.0
+        in_ramp = before[1] == 0
         if c > 0:
             worth = min(1.0, fall / (0.01 * R)) if R > 0 else 0.0
-            by[i] = 1 + worth * c / (2 + before[1])
+            by[i] = 1 + worth * c * ((1 + cosine) / 2 if in_ramp else 2 / (2 + before[1]))
         elif c < 0:
-            by[i] = 1 / (1 - c / (2 + before[1]) + cosine**2)
-            if before[1] == 0:  # the ramp ends
+            by[i] = 1 / (1 - c * (0.5 if in_ramp else 2 / (2 + before[1])) + cosine**2)
+            if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c
         if before[2] > 0 and -fall > 4 * before[2]:
             s[i] *= max(0.5, 4 * before[2] / -fall)
-        r[i] = max(0.9 * r[i], abs(fall))
+        r[i] = max(0.95 * r[i], fall, -fall / 4)
     grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
     s = s * by
     if U_before > 0:
@@ -152,7 +153,8 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     elif S == 0:
         s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
-    q = math.sqrt(grown) * S / s.sum() if S > 0 else 1.0
+    past = grown ** (0.25 if grown > 1 else 0.5)
+    q = past * S / s.sum() if S > 0 else 1.0
     state.update(m=m, v=v, r=r, R=R, U=U, D=q * D, count=count)
     return s, q
 

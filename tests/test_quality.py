@@ -16,19 +16,19 @@ ROWS = {row.name: row for row in quality.rows()}
 # What each came to, in % of what training gained, rounded up to allow for other machines. A change
 # that raises one of these is a step back: it belongs in docs/research.md, with the reason.
 WORST = {
-    "logistic-iris-sgd": 0.3,
-    "logistic-iris-adamw": 0.3,
-    "logistic-iris-lion": 1.5,
-    "logistic-breast_cancer-sgd": 4.6,
-    "logistic-breast_cancer-adamw": 2.6,
-    "logistic-breast_cancer-lion": 2.2,
-    "logistic-digits8x8-sgd": 1.3,
-    "logistic-digits8x8-adamw": 0.4,
-    "logistic-digits8x8-lion": 4.4,
-    "perceptron-digits8x8-sgd": 0.3,
-    "perceptron-digits8x8-adamw": 0.3,
-    "perceptron-digits8x8-lion": 0.3,
-    "gpt-python-manual-adamw": 11.5,
+    "logistic-iris-sgd": 0.1,
+    "logistic-iris-adamw": 0.1,
+    "logistic-iris-lion": 0.1,
+    "logistic-breast_cancer-sgd": 1.9,
+    "logistic-breast_cancer-adamw": 0.6,
+    "logistic-breast_cancer-lion": 0.8,
+    "logistic-digits8x8-sgd": 0.1,
+    "logistic-digits8x8-adamw": 0.1,
+    "logistic-digits8x8-lion": 3.5,
+    "perceptron-digits8x8-sgd": 0.1,
+    "perceptron-digits8x8-adamw": 0.1,
+    "perceptron-digits8x8-lion": 0.4,
+    "gpt-python-manual-adamw": 8.0,
 }
 
 
