@@ -38,9 +38,9 @@ Array: TypeAlias = Any
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = 4.0  # so far above those of late, an h against the displacement halves the scale at most
+OUTLIER = 4.0  # a rise of S·h so far above its falls of late lowers the scale, by half at most
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale rises by as much less
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -117,8 +117,9 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """The scale is multiplied or divided each step, by the cosine of Δ and −g.
 
-    Here m is the largest cosine of late and r the largest S·h; v counts the steps against Δ, each
-    of which makes the tuner slower; and M is the number of parameters that the ramp was made for.
+    Here m is the largest cosine of late, and r the largest −S·h, or a part of the largest S·h; v
+    counts the steps against Δ, each of which makes the tuner slower; and M is the number of
+    parameters that the ramp was made for.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     S = s.sum()
@@ -127,31 +128,38 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where there is none
 
     h = _signal(options, S, sums)
-    cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg))) + 0 * m
+    cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg)))
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), state.R)
-    limit = OUTLIER * r
-    brake = xp.where(r > 0, _divide(limit, xp.clip(-fall + 0 * r, limit, 2 * limit)), 1.0)
+    size = _divide(abs(fall), r.sum() / len(beta))
+    brake = xp.where(fall < 0, xp.clip(size / OUTLIER, 1.0, 2.0), 1.0)
+    much = xp.where(r.sum() > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
-    c = _divide(cosine, m)
+
+    # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
+    rest = 1 - cosine**2 * (1 - much)
+    c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
-    rise = gain * c * xp.clip(_divide(fall, LEAST * R), 0.0, 1.0)
+    worth = xp.clip(_divide(abs(fall), LEAST * R), 0.0, 1.0)
     # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
-    by = xp.where(c > 0, 1 + rise, 1 / (1 + gain * abs(c) + cosine**2))
+    against = gain * abs(c) + much * cosine**2
+    by = xp.where(c > 0, 1 + worth * gain * c, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     grown = _divide((by * s).sum(), S)
-    s = by * brake * s / _max(_divide(U, state.U), 1.0)
+    s = by / brake * s / _max(_divide(U, state.U), 1.0)
     s = _capped(options, xp.where(known > 0, s, sigma / len(beta)))
-    # The past takes part by its square root: x − x_ref = S·Δ is multiplied by √grown.
+    # The past takes part by a root: x − x_ref = S·Δ follows a fall more than a rise, so that it
+    # lies a little closer to x_ref than at a fixed scale, and S settles as much higher.
     past = xp.sqrt(xp.where(grown > 1, xp.sqrt(grown), grown))
-    past = xp.where(known > 0, past, 1.0)
+    past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
+    m, r, R = (xp.where(known > 0, largest, 0.0) for largest in (m, r, R))  # a ramp begins anew
     return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep
 
 

@@ -238,7 +238,7 @@ def make_problem(
     closure = bool(base and base.needs_closure)
     images = _digits()[0].to(dtype)
     problem = Problem(model, images, batch, 1 if closure else batches, closure)
-    problem.patience = 3 if base and base.id == "AdamW8bit" else 1
+    problem.patience = 4 if base and base.id == "AdamW8bit" else 1
     return problem
 
 

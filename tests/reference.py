@@ -127,22 +127,25 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     cosine = -slope / sizes if sizes > 0 else 0.0
     fall = -S * slope
     R = max(R, abs(fall))
-    by = np.ones(n)
+    usual = r.sum() / n  # all of r are the same
+    size = abs(fall) / usual if usual > 0 else 0.0
+    much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
+    rest = 1 - cosine**2 * (1 - much)
+    worth = min(1.0, abs(fall) / (0.01 * R)) if R > 0 else 0.0
     for i in range(n):
-        before = m[i], v[i], r[i]
         m[i] = max(beta[i] * m[i], abs(cosine))
-        c = cosine / m[i] if m[i] > 0 else 0.0
-        in_ramp = before[1] == 0
+        c = rest * cosine / m[i] if m[i] > 0 else 0.0
+        in_ramp = v[i] == 0
+        gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
         if c > 0:
-            worth = min(1.0, fall / (0.01 * R)) if R > 0 else 0.0
-            by[i] = 1 + worth * c * ((1 + cosine) / 2 if in_ramp else 2 / (2 + before[1]))
+            by[i] = 1 + worth * c * gain
         elif c < 0:
-            by[i] = 1 / (1 - c * (0.5 if in_ramp else 2 / (2 + before[1])) + cosine**2)
+            by[i] = 1 / (1 + worth * (gain * -c + much * cosine**2))
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c
-        if before[2] > 0 and -fall > 4 * before[2]:
-            s[i] *= max(0.5, 4 * before[2] / -fall)
+        if fall < 0 and size > 4:  # the brake
+            s[i] /= min(2.0, size / 4)
         r[i] = max(0.95 * r[i], fall, -fall / 4)
     grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
     s = s * by
@@ -150,10 +153,11 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         s = s * U_before / U
     if count * 1.1 < x.size:  # all of it is new: the ramp begins
         s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
+        m, r, R = zero, zero, 0.0
     elif S == 0:
         s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
-    past = grown ** (0.25 if grown > 1 else 0.5)
+    past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
     state.update(m=m, v=v, r=r, R=R, U=U, D=q * D, count=count)
     return s, q

@@ -156,12 +156,12 @@ def test_float32(problem, base, preset):
     trajectory, growth = train(problem, base, torch.float32, preset=preset), 300
     if preset == "default" and problem is PROBLEMS["wine"]:
         # Its classes can be told apart: the loss goes to 0, and then rounding decides the sign of
-        # a cosine. The ramp and what follows are over by step 60.
-        trajectory, expected = (tuple(a[:60] for a in run) for run in (trajectory, expected))
+        # a cosine. The ramp and what follows are over by step 50.
+        trajectory, expected = (tuple(a[:50] for a in run) for run in (trajectory, expected))
         growth = 50
     else:
         # Lion takes signs, which rounding could flip near 0. It takes none there.
-        assert nearest > 5e-5
+        assert nearest > 5e-6
     # 3e-5 was the largest error seen.
     assert_same(trajectory, expected, 1e-3, growth)
 

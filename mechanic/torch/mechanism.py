@@ -219,7 +219,8 @@ class Mechanism:
             for i, group in enumerate(optimizer.param_groups)
         ]
         lrs = typed_rates(optimizer, self.lrs)
-        risen = has_risen(lrs, self.lrs)
+        # What LBFGS proposes says nothing of what it will propose next.
+        risen = isinstance(optimizer, torch.optim.LBFGS) or has_risen(lrs, self.lrs)
         waits = self.is_starting or risen is not False
         return Pace(rates, lrs, risen, waits and self.options.s_init == "relative")
 
