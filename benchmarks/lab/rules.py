@@ -219,9 +219,9 @@ class Multiplied(Tuned):
         return divide(self.late, self.peak).clamp(max=1.0) ** weight
 
 
-class Now(Tuned):
-    """The default (`_default` in mechanic/tuner.py): the scale is multiplied or divided each step,
-    by the cosine of D and −g over the largest of late, less so with every adverse step."""
+class Cosine(Tuned):
+    """The first default of the kind: the scale is multiplied or divided each step, by the cosine of
+    D and −g over the largest of late, less so with every adverse step."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "start": 1e-4,  # the first step, relative to the parameters
@@ -263,3 +263,56 @@ class Now(Tuned):
         self.most.copy_(torch.maximum(window * self.most, signal.abs()))
         rms = (self.squares / self.counts.clamp(min=1e-12)).sqrt()
         return divide(signal, torch.where(self.c.largest > 0, self.most, rms)).clamp(-1, 1)
+
+
+class Now(Tuned):
+    """The default (`_default` in mechanic/tuner.py)."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "start": 1e-4,  # the first step, relative to the parameters
+        "floor": 0.1,  # the least that a parameter is taken to be, for that
+        "ramp": 0.0,  # the gain in the ramp; 0: (1 + cosine)/2
+        "patience": 2.0,  # so many adverse steps halve the gain
+        "back": 0.5,  # the first step down is more: the ramp ends
+        "undo": 0.0,  # 1: and the walk so far is taken back
+        "window": 0.99,  # how long a largest cosine counts
+        "rises": 0.25,  # the power of a change by which the walk so far is multiplied
+        "falls": 0.5,
+        "late": 0.95,  # how long a largest fall counts, for the brake
+        "counted": 0.25,  # the part of a rise that counts as one
+        "guarded": 1.0,  # 0: also where g lies along D and little is at stake
+        "bias": 0.0,  # on the signal, after the ramp
+    }
+
+    def begin(self, x: Tensor, seeds: int, steps: int) -> None:
+        super().begin(x, seeds, steps)
+        self.adverse, self.most, self.usual, self.largest = (
+            torch.zeros_like(self.S) for _ in range(4)
+        )
+
+    def step(self, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
+        c, one, begun = self.c, torch.ones_like(self.S), self.S > 0
+        U, start = self.grow(u)
+        toward, fall = -cosine(self.D, g), -(self.D * g).sum(1).double()
+        self.most.copy_(torch.maximum(c.window * self.most, toward.abs()))
+        self.largest.copy_(torch.maximum(self.largest, fall.abs()))
+        size = divide(fall.abs(), self.usual)
+        brake = torch.where(fall < 0, (size / 4).clamp(1, 2), one)
+        at_stake = torch.where(self.usual > 0, size.clamp(0, 1), one)
+        self.usual.copy_(torch.maximum(c.late * self.usual, torch.max(fall, -c.counted * fall)))
+
+        rest = 1 - c.guarded * toward**2 * (1 - at_stake)
+        signal = rest * divide(toward, self.most)
+        signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
+        ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
+        gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
+        worth = divide(fall.abs(), 0.01 * self.largest).clamp(0, 1)
+        down = worth * (gain * signal.abs() + at_stake * toward**2)
+        by = torch.where(signal > 0, 1 + worth * gain * signal, 1 / (1 + down))
+        ends = begun & (self.adverse == 0) & (signal < 0)
+        by = torch.where(ends, c.back * by, by)
+        self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))
+        S = torch.where(begun, self.S * by / brake * divide(self.U, U), start)
+        past = 1 + rest * (by ** torch.where(by > 1, c.rises, c.falls) - 1)
+        past = torch.where(ends & (c.undo > 0), 0.0, past)
+        return self.move(x, u, S, U, torch.where(begun, past, one))

@@ -18,7 +18,7 @@ from .variants import Rules
 MIDDLE = (0.2, 0.6)  # the part of training over which a scale is compared with the best lr
 MOMENTS = (0.05, 0.2, 0.5, 0.9)  # of training, at which its course is shown
 HOPELESS = 100.0  # an excess in percent: nothing was learned
-FEW = 2  # so many variants in all are shown task by task
+FEW = 3  # so many variants in all are shown task by task
 
 
 class Study(NamedTuple):
@@ -31,6 +31,7 @@ class Study(NamedTuple):
 STUDIES = {
     "before": Study(variants.before, "small"),
     "first": Study(variants.first, "few"),
+    "cosine": Study(variants.cosine, "few"),
     "now": Study(variants.now, "few"),
     "settings": Study(variants.settings, "settings"),
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from .population import Rule
-from .rules import Before, Multiplied, Now, Options
+from .rules import Before, Cosine, Multiplied, Now, Options
 
 Rules = dict[str, Rule]
 
@@ -128,8 +128,8 @@ def first() -> Rules:
     }
 
 
-def now() -> Rules:
-    """The rule that ships, and what was tried before it came to its constants."""
+def cosine() -> Rules:
+    """The first default that goes by the cosine, and what was tried before it."""
     earlier = {"start": 1e-3, "floor": 0.01, "down": 0.7, "back": 1.0}
     soft = vary(
         {},
@@ -174,12 +174,38 @@ def now() -> Rules:
         {"window": 0.95},
     )
     return {
-        f"Now, {spelled(earlier)}, largest 0: softer up": Now(soft),
-        f"Now, {spelled(earlier)}: slower": Now(speed),
-        "Now: as it ships, and its constants": Now(shipped),
+        f"Cosine, {spelled(earlier)}, largest 0: softer up": Cosine(soft),
+        f"Cosine, {spelled(earlier)}: slower": Cosine(speed),
+        "Cosine: as it was, and its constants": Cosine(shipped),
     }
 
 
+def now() -> Rules:
+    """The rule that ships, one part changed at a time."""
+    past = vary(
+        {},
+        *each("rises falls", (0.5, 0.5), (0.25, 0.25), (0.1, 0.1), (0.35, 0.35), (0.35, 0.7)),
+        *each("rises falls", (0.5, 1.0), (0.25, 0.75), (0.1, 0.5), (0.0, 0.5), (0.0, 1.0)),
+    )
+    speed = vary(
+        *one("patience", 1.0, 3.0, 4.0),
+        *one("ramp", 0.5, 1.0),
+        *each("ramp undo", (1.0, 1.0)),
+        *one("back", 1.0, 0.25),
+        *one("window", 0.97, 0.995),
+    )
+    guards = vary(
+        {"guarded": 0.0},
+        *each("late counted", (0.9, 1.0), (0.9, 0.25), (0.95, 1.0)),
+        *one("bias", 0.05, 0.1),
+    )
+    return {"Now: the past": Now(past), "Now: its speed": Now(speed), "Now: guards": Now(guards)}
+
+
 def settings() -> Rules:
-    """The two defaults."""
-    return {"Before": Before({"before": {}}), "Now": Now({"now": {}})}
+    """The defaults one after the other."""
+    return {
+        "Before": Before({"before": {}}),
+        "Cosine": Cosine({"cosine": {}}),
+        "Now": Now({"now": {}}),
+    }
