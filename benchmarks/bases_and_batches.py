@@ -1,0 +1,151 @@
+"""Mechanic beside a sweep with bases, batches and starts that the bench's suites do not have.
+
+    python benchmarks/bases_and_batches.py        # some minutes on one core
+
+A perceptron on scikit-learn's digits: Schedule-Free at a constant lr, LoRA on a network that has
+learned half of the digits, batches of 8 to all, RMSprop and Adagrad. Excess is in % of what
+training gained over the best of a sweep at half decades, of the train loss, mean of three seeds.
+"""
+
+import math
+import platform
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import mean
+from typing import NamedTuple
+
+import schedulefree
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+
+from mechanic.torch import mechanize, tuner
+
+SEEDS = range(3)
+STEPS = 300
+
+
+class Lora(nn.Module):
+    """A linear layer that stays, and a product of rank 4 beside it that starts at 0."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(4, layer.in_features) / math.sqrt(layer.in_features))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+def adapted(data: tuple[Tensor, Tensor]) -> nn.Sequential:
+    """Trained on the digits below 5, with adapters in place of its layers."""
+    model, (x, y) = perceptron(), data
+    optimizer = AdamW(model.parameters(), 3e-3)
+    for step in range(200):
+        rows = torch.randperm(int((y < 5).sum()), generator=torch.Generator().manual_seed(step))[
+            :32
+        ]
+        loss = F.cross_entropy(model(x[y < 5][rows]), y[y < 5][rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return nn.Sequential(*(Lora(part) if isinstance(part, nn.Linear) else part for part in model))
+
+
+class Row(NamedTuple):
+    make: Callable[..., Optimizer]
+    grid: tuple[float, float]
+    """The powers of ten between which the sweep goes."""
+    batch: int = 32
+    is_constant: bool = False
+    has_adapters: bool = False
+
+
+momentum = partial(SGD, momentum=0.9)
+ROWS = {
+    "Schedule-Free AdamW, no schedule": Row(
+        schedulefree.AdamWScheduleFree, (-4, 0), is_constant=True
+    ),
+    "Schedule-Free SGD, no schedule": Row(schedulefree.SGDScheduleFree, (-2, 2), is_constant=True),
+    "LoRA, AdamW": Row(AdamW, (-4, 0), has_adapters=True),
+    "LoRA, SGD": Row(momentum, (-4, 0), has_adapters=True),
+    **{
+        f"batch {batch}, {name}": Row(make, grid, batch)
+        for batch in (8, 128, 1797)
+        for name, make, grid in (("SGD", momentum, (-3.5, 0.5)), ("AdamW", AdamW, (-4, 0)))
+    },
+    "RMSprop": Row(RMSprop, (-4.5, -0.5)),
+    "Adagrad": Row(Adagrad, (-3, 1)),
+}
+
+
+def train(
+    row: Row, seed: int, data: tuple[Tensor, Tensor], lr: float | None
+) -> tuple[float, float, str]:
+    """The loss over all data before and after, and the learned rate on the way."""
+    torch.manual_seed(seed)
+    model = adapted(data) if row.has_adapters else perceptron()
+    x, y = data
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = row.make(params, lr=1.0 if lr is None else lr)
+    if lr is None:
+        mechanize(optimizer)
+    schedule = None
+    if row.is_constant:
+        optimizer.train()  # type: ignore[attr-defined]
+    else:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    order, rates = torch.Generator().manual_seed(seed), []
+    start = float(F.cross_entropy(model(x), y).detach())
+    for step in range(STEPS):
+        rows = torch.randperm(len(x), generator=order)[: row.batch]
+        loss = F.cross_entropy(model(x[rows]), y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        if lr is None and step in (15, 60, 150, 290):
+            rates.append(f"{float(tuner(optimizer).scale):.2g}")
+    if row.is_constant:
+        optimizer.eval()  # type: ignore[attr-defined]
+    end = float(F.cross_entropy(model(x), y).detach())
+    return start, end if math.isfinite(end) else 1e9, " ".join(rates)
+
+
+def half_decades(low: float, high: float) -> Iterable[float]:
+    return (10 ** (low + 0.5 * k) for k in range(round(2 * (high - low)) + 1))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {platform.machine()}, seeds 0 to 2, {STEPS} steps\n")
+    images, labels = load_digits(return_X_y=True)
+    data = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    print("| | best lr | its loss | Mechanic | excess, each seed | learned at 15, 60, 150, 290 |")
+    print("|---|---|---|---|---|---|")
+    for name, row in ROWS.items():
+        swept = {
+            lr: [train(row, seed, data, lr) for seed in SEEDS] for lr in half_decades(*row.grid)
+        }
+        lr, runs = min(swept.items(), key=lambda item: mean(end for _, end, _ in item[1]))
+        best, start = mean(end for _, end, _ in runs), mean(first for first, _, _ in runs)
+        own = [train(row, seed, data, None) for seed in SEEDS]
+        excess = [100 * (end - best) / (start - best) for _, end, _ in own]
+        edge = " (edge)" if lr in (min(swept), max(swept)) else ""
+        each = ", ".join(f"{value:+.2f}" for value in excess)
+        found = f"{lr:.2g}{edge} | {best:.4f} | {mean(excess):+.2f} %"
+        print(f"| {name} | {found} | {each} | {own[0][2]} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
