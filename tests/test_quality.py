@@ -28,7 +28,7 @@ WORST = {
     "perceptron-digits8x8-sgd": 0.1,
     "perceptron-digits8x8-adamw": 0.1,
     "perceptron-digits8x8-lion": 0.4,
-    "gpt-python-manual-adamw": 8.0,
+    "gpt-python-manual-adamw": 10.5,  # 5.8 to 10.3, as START is a few percent more or less
 }
 
 
