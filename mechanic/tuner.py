@@ -132,9 +132,10 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), state.R)
-    size = _divide(abs(fall), r.sum() / len(beta))
-    brake = xp.where(fall < 0, xp.clip(size / OUTLIER, 1.0, 2.0), 1.0)
-    much = xp.where(r.sum() > 0, xp.clip(size, 0.0, 1.0), 1.0)
+    usual = r.sum() / len(beta)
+    size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
+    brake = xp.where(fall < 0, _max(size / OUTLIER, 1.0), 1.0)
+    much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.

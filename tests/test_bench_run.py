@@ -87,13 +87,16 @@ def test_runs_goes_on_and_stops(tmp_path: Path) -> None:
     assert len(load(url)) == 3 * LRS + 12
 
 
-def test_killed_ten_times_the_table_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.nightly)])
+def test_killed_many_times_the_table_is_that_of_an_undisturbed_run(
+    tmp_path: Path, kills: int
+) -> None:
     options = ("--seeds", "3", "--jobs", "2", "--methods", "adamw", "sgd", "lion", "prodigy")
     undisturbed, disturbed = (f"sqlite:///{tmp_path}/{name}.db" for name in ("whole", "killed"))
     assert bench(*options, storage=undisturbed, cwd=tmp_path).returncode == 0
     draw = random.Random(0)
     command = [*MECHANIC, *SMALL, *options, "--storage", disturbed]
-    for kill in range(10):
+    for kill in range(kills):
         process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         if kill < 3:  # while it starts, makes the tables, or fills the queue
