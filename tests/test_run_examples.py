@@ -114,18 +114,12 @@ def outcome(name: str, grid: Sequence[float], seeds: Sequence[int], *more: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "grid", "epochs", "most"),
-    [
-        ("plain_loop", [0.01, 0.03, 0.1], "5", FEW_PERCENT),
-        # 1.14 with the rule as it is: momentum SGD on a convnet settles below the best lr.
-        ("grad_scaler", [0.03, 0.1, 0.3], "4", 1.2),
-    ],
+    ("name", "grid", "epochs"),
+    [("plain_loop", [0.01, 0.03, 0.1], "5"), ("grad_scaler", [0.03, 0.1, 0.3], "4")],
 )
-def test_a_wrong_lr_ends_near_the_best_of_a_sweep(
-    name: str, grid: list[float], epochs: str, most: float
-):
+def test_a_wrong_lr_ends_near_the_best_of_a_sweep(name: str, grid: list[float], epochs: str):
     found = outcome(name, grid, [0], "--epochs", epochs)
-    assert max(found.typed_too_small, found.typed_too_large) < most
+    assert max(found.typed_too_small, found.typed_too_large) < FEW_PERCENT
 
 
 @pytest.mark.nightly
