@@ -159,7 +159,9 @@ class Lock:
         for key, value in one.items():
             if isinstance(value, Tensor):
                 assert value.dtype == two[key].dtype
-                assert_near(value, two[key], tolerance, key)
+                # On a GPU torch's fused Adam has 1 − β₂ from a β₂ in float32: 1.3e-5 off at 0.999.
+                rounds = ON_GPU and key == "exp_avg_sq"
+                assert_near(value, two[key], tolerance + 2e-5 * rounds, key)
             else:
                 assert value == two[key], key
 

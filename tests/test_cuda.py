@@ -111,9 +111,13 @@ def test_a_nan_step_is_skipped_on_the_device(base, bad):
         if step != bad:
             train(without, b, 1)
     assert int(tuner(with_nan).metrics()["skipped"]) == 1
-    assert float(tuner(with_nan).scale) == float(tuner(without).scale)
+    if bad == 0:  # it made the state: the kernels make the next step, not the plain path
+        near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+    else:
+        near = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(tuner(with_nan).scale, tuner(without).scale, **near)
     for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
-        assert torch.equal(p, q)
+        torch.testing.assert_close(p, q, **near)
 
 
 def test_model_moved_to_the_gpu_after_mechanize():

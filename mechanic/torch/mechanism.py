@@ -48,12 +48,6 @@ def is_capturing(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def write(to: list[Tensor], values: list[Tensor]) -> None:
-    """Write scalars in place. (In a list: compiled, what is written to a single float64 on a CPU is
-    lost in torch 2.13.)"""
-    torch._foreach_copy_(to, values)
-
-
 class Pace(NamedTuple):
     """The learning rates of a step."""
 
@@ -180,7 +174,7 @@ class Mechanism:
         if isinstance(unit, Tensor):
             unit = unit.to(self.share)
         first = (self.updates == 0) & (unit > 0) & finite
-        write([self.share], [torch.where(first, unit, self.share)])
+        vectors.copy([self.share], [torch.where(first, unit, self.share)])
         # Where the device decides on skipping, the first steps may all have been skipped.
         self.started = finite is True or self._calls >= PATIENCE
 
@@ -207,7 +201,7 @@ class Mechanism:
 
     def set(self, state: tuner.State, share: Tensor) -> None:
         """Take over what the tuner has learned."""
-        write([*self.state, self.scale, self.share], [*state, state.s.sum(), share])
+        vectors.copy([*self.state, self.scale, self.share], [*state, state.s.sum(), share])
 
     def look_at_rates(
         self, optimizer: Optimizer, *, proportional: bool, half: Container[int] | None = None

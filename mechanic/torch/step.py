@@ -13,7 +13,7 @@ from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import closures, fast, sharding, vectors
 from mechanic.torch.measure import Parts, expected_size, is_finite, measure, propose
-from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism, is_capturing, write
+from mechanic.torch.mechanism import DISPLACEMENT, EXACT, Mechanism, is_capturing
 from mechanic.torch.modes import has_modes, own_view
 from mechanic.torch.rates import Rate, at_base_rates, is_proportional
 from mechanic.torch.scalars import advance
@@ -58,11 +58,12 @@ def step(
         parts = Parts(*finish())
         found_inf = parts.found_inf if hasattr(optimizer, "found_inf") else None
         finite = is_finite(mechanism.options, parts.dg, found_inf)
-        skips = bool(batches) and skips_by_itself(optimizer, base_step)
+        compiles = torch.compiler.is_compiling()
+        skips = len(batches) > 0 and not compiles and skips_by_itself(optimizer, base_step)
         if mechanism.process_group is not None:  # its processes need not be alike
             waits = risen = bool(parts.waits)
             skips = False
-        selects = isinstance(finite, Tensor) and not skips and torch.compiler.is_compiling()
+        selects = isinstance(finite, Tensor) and compiles
         if isinstance(finite, Tensor) and not skips and not selects and not finite.is_meta:
             finite = decide(finite)  # the one host synchronisation, where the base needs it
             if not finite:
@@ -114,7 +115,7 @@ def step(
         for batch, points, base_points in zip(batches, before, origin, strict=True):
             rate = rates[batch.group]
             if rate.live is False:
-                torch._foreach_copy_(batch.params, points)
+                vectors.copy(batch.params, points)
                 continue
             by = _gated(Coefficients(grow, mechanism.scale, gain), rate).like(batch)
             if recorded:
@@ -176,7 +177,7 @@ def _admit(
     """Take up new parameters, now that the base has made its own state for them. Returns the sums
     that the tuner reads, but for those that are taken late."""
     square, size = mechanism.reference_square, mechanism.size
-    write([square, size], [square + parts.x1, size + parts.d])
+    vectors.copy([square, size], [square + parts.x1, size + parts.d])
     for batch in batches:
         for owner, displacement in zip(batch.owners, batch.stored, strict=True):
             optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
@@ -208,10 +209,10 @@ def _tune(
     the parameters, and what an update is, to be added to the displacement."""
     scale, share = mechanism.scale, mechanism.share
     if takes_part is True:
-        write([mechanism.signal], [sums.dg])
+        vectors.copy([mechanism.signal], [sums.dg])
     elif isinstance(takes_part, Tensor):
         takes_part = takes_part.to(share.device)
-        write([mechanism.signal], [torch.where(takes_part, sums.dg, mechanism.signal)])
+        vectors.copy([mechanism.signal], [torch.where(takes_part, sums.dg, mechanism.signal)])
     if takes_part is not False:
         mechanism.learn(takes_part)
         state = mechanism.state

@@ -190,7 +190,12 @@ def shift(batch: Batch, by: Tensor) -> None:
 def propose(batch: Batch, origin: list[Tensor]) -> None:
     """Leave in each parameter what the base has added to it, which it found at `origin`; not in a
     narrow one, which could not hold it."""
-    if not batch.is_narrow:
+    if batch.is_narrow:
+        return
+    if torch.compiler.is_compiling():
+        for param, x in zip(batch.params, origin, strict=True):
+            param.sub_(x)
+    else:
         torch._foreach_sub_(batch.params, origin)
 
 
@@ -220,6 +225,12 @@ def apply(
                 moved = torch.addcmul(wide, proposal, by.gain)
                 delta.copy_(dither(moved, delta.dtype, step, first, later=True))
                 param.copy_(dither(point, param.dtype, step, first))
+        return
+    if torch.compiler.is_compiling():
+        for param, x, delta in zip(params, before, stored, strict=True):
+            point = torch.addcmul(x, delta, by.grow).addcmul_(param, by.scale)
+            delta.addcmul_(param, by.gain)
+            param.copy_(point)
         return
     torch._foreach_addcmul_(before, stored, [by.grow] * count)
     torch._foreach_addcmul_(stored, params, [by.gain] * count)
@@ -260,7 +271,17 @@ def put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
     """Bring the parameters to where they were `before`."""
     with torch.no_grad():
         for batch, points in zip(batches, before, strict=True):
-            torch._foreach_copy_(batch.params, points)
+            copy(batch.params, points)
+
+
+def copy(to: list[Tensor], values: list[Tensor]) -> None:
+    """Write in place. Compiled, it takes some care: what is written to a single float64 on a CPU is
+    lost in torch 2.13, and lists on a GPU become something else in torch 2.11."""
+    if torch.compiler.is_compiling() and to[0].is_cuda:
+        for one, value in zip(to, values, strict=True):
+            one.copy_(value)
+    else:
+        torch._foreach_copy_(to, values)
 
 
 def clip(batch: Batch, factor: Tensor) -> None:
