@@ -38,7 +38,7 @@ Array: TypeAlias = Any
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = 4.0  # a rise of S·h so far above its falls of late lowers the scale, by half at most
+OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
 LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
@@ -134,7 +134,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     R = _max(abs(fall), state.R)
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
-    brake = xp.where(fall < 0, _max(size / OUTLIER, 1.0), 1.0)
+    record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
+    brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
@@ -142,10 +143,12 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
-    worth = xp.clip(_divide(abs(fall), LEAST * R), 0.0, 1.0)
-    # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
-    against = gain * abs(c) + much * cosine**2
-    by = xp.where(c > 0, 1 + worth * gain * c, 1 / (1 + worth * against))
+    worth = xp.clip(record / LEAST, 0.0, 1.0)
+    # A cosine of some size counts, however slow the tuner has become: the run may diverge. It does
+    # so in both directions, for noise to cancel. The ramp is fast enough without it.
+    large = much * cosine**2
+    up = gain * c + xp.where(v > 0, large, 0.0)
+    by = xp.where(c > 0, 1 + worth * up, 1 / (1 + worth * (gain * abs(c) + large)))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 

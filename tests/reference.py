@@ -138,14 +138,14 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         in_ramp = v[i] == 0
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
         if c > 0:
-            by[i] = 1 + worth * c * gain
+            by[i] = 1 + worth * (c * gain + (0.0 if in_ramp else much * cosine**2))
         elif c < 0:
             by[i] = 1 / (1 + worth * (gain * -c + much * cosine**2))
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c
         if fall < 0 and size > 4:  # the brake
-            s[i] /= min(2.0, size / 4)
+            s[i] /= 1 + (min(2.0, size / 4) - 1) * -fall / R
         r[i] = max(0.95 * r[i], fall, -fall / 4)
     grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
     s = s * by

@@ -309,7 +309,33 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     ramp, against = [fixed(-1.0, 0.01)] * 8, [fixed(1e-9, 0.01)] * steps
     S = sizes(Options(), [*ramp, *against, fixed(-1e9, 0.01)])
-    assert S[-1] / S[-2] == pytest.approx(1 + 2 / (2 + steps * (1 - 1e-4)), rel=1e-7)
+    slow = 2 / (2 + steps * (1 - 1e-4))
+    assert S[-1] / S[-2] == pytest.approx(1 + slow + 1e-4, rel=1e-7)
+
+
+@pytest.mark.parametrize("cosine", [0.9, 0.3, 0.01])
+def test_a_large_cosine_counts_in_both_directions(cosine):
+    """However slow the tuner has become; as much is at stake each time."""
+    ramp, against = [fixed(-1.0, 0.9)] * 8, [fixed(1.0, 0.9)] * 2
+    states, _ = run(Options(betas=(1.0,)), [*ramp, *against])
+    S, v, r = (float(part.sum()) for part in (states[-1].s, states[-1].v, states[-1].r))
+    each = 2 / (2 + v) * cosine / 0.9 + cosine**2
+    up, down = (
+        sizes(Options(betas=(1.0,)), [*ramp, *against, fixed(h, cosine)]) for h in (-r / S, r / S)
+    )
+    assert up[-1] / S == pytest.approx(1 + each, rel=1e-9)
+    assert down[-1] / S == pytest.approx(1 / (1 + each), rel=1e-9)
+
+
+def test_noise_along_the_displacement_has_no_direction():
+    """However large a part of the noise lies along Δ, as in the first steps of a hard task, the
+    scale goes as far up with it as down."""
+    options, logs = Options(), []
+    for seed in range(40):
+        noise = np.random.default_rng(seed).choice([-1.0, 1.0], 60)
+        S = sizes(options, [fixed(-1.0, 0.7)] * 4 + [fixed(h, 0.7) for h in noise])
+        logs.append(np.log(S[-1] / S[24]))
+    assert abs(np.mean(logs)) < 3 * np.std(logs) / math.sqrt(len(logs))
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])
@@ -320,6 +346,18 @@ def test_an_outlier_against_the_displacement_halves_it_at_most(size, factor):
     h = size * 0.95 * last[-3].s.sum() / last[-1].s.sum()
     S = sizes(Options(betas=(1.0,)), [*before, fixed(h, 1e-9)])
     assert S[-1] / S[-2] == pytest.approx(factor, rel=1e-6)
+
+
+def test_outliers_that_come_again_and_again_are_noise():
+    """One batch of few is hard now and then: the scale must not fall each time."""
+    before = [*RAMP, fixed(1e-9, 1e-3)]
+    last = run(Options(betas=(1.0,)), before)[0][-1]
+    S = float(last.s.sum())
+    hard, easy = fixed(100 / S, 1e-9), [fixed(-1 / S, 1e-9)] * 100
+    first = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy])
+    again = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy, hard])
+    record = 100 * first[-1] / (1000 * S)
+    assert again[-1] / first[-1] == pytest.approx(1 / (1 + record), rel=1e-6)
 
 
 def test_what_is_hardly_worth_it_raises_the_scale_less():

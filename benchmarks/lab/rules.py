@@ -297,7 +297,8 @@ class Now(Tuned):
         self.most.copy_(torch.maximum(c.window * self.most, toward.abs()))
         self.largest.copy_(torch.maximum(self.largest, fall.abs()))
         size = divide(fall.abs(), self.usual)
-        brake = torch.where(fall < 0, (size / 4).clamp(1, 2), one)
+        record = divide(fall.abs(), self.largest)
+        brake = torch.where(fall < 0, 1 + record * ((size / 4).clamp(1, 2) - 1), one)
         at_stake = torch.where(self.usual > 0, size.clamp(0, 1), one)
         self.usual.copy_(torch.maximum(c.late * self.usual, torch.max(fall, -c.counted * fall)))
 
@@ -306,9 +307,11 @@ class Now(Tuned):
         signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
-        worth = divide(fall.abs(), 0.01 * self.largest).clamp(0, 1)
-        down = worth * (gain * signal.abs() + at_stake * toward**2)
-        by = torch.where(signal > 0, 1 + worth * gain * signal, 1 / (1 + down))
+        worth = (record / 0.01).clamp(0, 1)
+        large = at_stake * toward**2
+        up = gain * signal + torch.where(self.adverse > 0, large, 0.0)
+        down = gain * signal.abs() + large
+        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))
