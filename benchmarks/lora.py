@@ -69,7 +69,7 @@ def run(
     try:
         outcome = train(task, method, "adamw", 1.0 if lr is None else lr, setting)
     except DivergedError:
-        return math.nan, math.inf, []
+        return 0.0, math.inf, []
     return outcome.start_loss, outcome.metrics["train_loss"], list(outcome.curve.lr)
 
 
@@ -81,9 +81,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    where = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
     print(f"{where}, torch {torch.__version__}, AdamW, rank {RANK}, {options.seeds} seeds\n")
-    print("| task | " + " | ".join(f"{lr:g}" for lr in GRID) + " | Mechanic | excess | learned |")
+    print(
+        "| task | " + " | ".join(f"{lr:g}" for lr in GRID) + " | Mechanic | excess | lr in force |"
+    )
     print("|---|" + "---|" * (len(GRID) + 3))
     spawn = multiprocessing.get_context("spawn")  # a GPU is not for forks
     with ProcessPoolExecutor(options.jobs, spawn) as pool:
@@ -100,10 +102,10 @@ def main() -> None:
             }
             losses = {lr: mean(after for _, after, _ in runs) for lr, runs in of.items()}
             best = min(losses[lr] for lr in GRID)
-            start = mean(before for before, _, _ in of[None])
+            start = max(before for runs in of.values() for before, _, _ in runs)
             excess = [100 * (after - best) / (start - best) for _, after, _ in of[None]]
             found = of[None][0][2]
-            rates = " ".join(f"{found[len(found) * k // 10]:.2g}" for k in (1, 3, 6, 9))
+            rates = " ".join(f"{found[len(found) * k // 10]:.2g}" for k in (1, 3, 6, 9) if found)
             swept = " | ".join(f"{losses[lr]:.4f}" for lr in GRID)
             each = ", ".join(f"{value:+.1f}" for value in excess)
             print(f"| {name} | {swept} | {losses[None]:.4f} | {each} | {rates} |", flush=True)

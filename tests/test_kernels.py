@@ -420,7 +420,7 @@ def test_tensors_that_lie_oddly_in_memory(base):
     assert lock.fast.ran_kernels(known=base in KNOWN)
 
 
-# On a GPU torch's fused AdamW has no use for such gradients.
+# On a GPU torch's fused AdamW refuses such gradients.
 @pytest.mark.parametrize("base", ["AdamW" if ON_GPU else "AdamW-fused", "RMSprop"])
 def test_gradients_that_lie_otherwise_than_their_parameters(base):
     lock = Lock(BASES[base], [(3, 5)])

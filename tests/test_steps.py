@@ -1136,12 +1136,15 @@ def test_a_compiled_fused_step_with_a_schedule_and_tensor_lr() -> None:
     step = torch.compile(lambda: opts[1].step(), backend="eager")
     schedulers = [lr_scheduler.ExponentialLR(opt, 0.97) for opt in opts]
     for i in range(25):
-        one.backward(i)
+        for problem in (one, two):
+            problem.backward(i)
+            if i == 12:
+                problem.params[0].grad.fill_(math.nan)
         opts[0].step()
-        two.backward(i)
         step()
         for scheduler in schedulers:
             scheduler.step()
+    assert [int(tuner(opt).metrics()["skipped"]) for opt in opts] == [1, 1]
     assert_same_run(*opts, rtol=1e-4)
 
 

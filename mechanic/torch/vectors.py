@@ -183,6 +183,9 @@ def shift(batch: Batch, by: Tensor) -> None:
     if batch.is_narrow:
         for param, delta in zip(batch.params, batch.displacements, strict=True):
             param.copy_(torch.addcmul(param.to(batch.dtype), delta.to(batch.dtype), by))
+    elif _one_by_one(batch.params):
+        for param, delta in zip(batch.params, batch.displacements, strict=True):
+            param.addcmul_(delta, by)
     else:
         torch._foreach_addcmul_(batch.params, batch.displacements, [by] * len(batch.params))
 
@@ -192,7 +195,7 @@ def propose(batch: Batch, origin: list[Tensor]) -> None:
     narrow one, which could not hold it."""
     if batch.is_narrow:
         return
-    if torch.compiler.is_compiling():
+    if _one_by_one(batch.params):
         for param, x in zip(batch.params, origin, strict=True):
             param.sub_(x)
     else:
@@ -226,7 +229,7 @@ def apply(
                 delta.copy_(dither(moved, delta.dtype, step, first, later=True))
                 param.copy_(dither(point, param.dtype, step, first))
         return
-    if torch.compiler.is_compiling():
+    if _one_by_one(params):
         for param, x, delta in zip(params, before, stored, strict=True):
             point = torch.addcmul(x, delta, by.grow).addcmul_(param, by.scale)
             delta.addcmul_(param, by.gain)
@@ -275,13 +278,18 @@ def put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
 
 
 def copy(to: list[Tensor], values: list[Tensor]) -> None:
-    """Write in place. Compiled, it takes some care: what is written to a single float64 on a CPU is
-    lost in torch 2.13, and lists on a GPU become something else in torch 2.11."""
-    if torch.compiler.is_compiling() and to[0].is_cuda:
+    """Write in place."""
+    if _one_by_one(to):
         for one, value in zip(to, values, strict=True):
             one.copy_(value)
     else:
         torch._foreach_copy_(to, values)
+
+
+def _one_by_one(to: list[Tensor]) -> bool:
+    """Whether tensors are to be written to one by one. Compiled, what is written to a list of them on
+    a GPU becomes something else in torch 2.11, and to a single float64 on a CPU is lost in 2.13."""
+    return torch.compiler.is_compiling() and to[0].is_cuda
 
 
 def clip(batch: Batch, factor: Tensor) -> None:
