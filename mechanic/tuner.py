@@ -144,11 +144,9 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
-    # A cosine of some size counts, however slow the tuner has become: the run may diverge. It does
-    # so in both directions, for noise to cancel. The ramp is fast enough without it.
-    large = much * cosine**2
-    up = gain * c + xp.where(v > 0, large, 0.0)
-    by = xp.where(c > 0, 1 + worth * up, 1 / (1 + worth * (gain * abs(c) + large)))
+    # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
+    against = gain * abs(c) + much * cosine**2
+    by = xp.where(c > 0, 1 + worth * gain * c, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 

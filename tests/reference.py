@@ -138,7 +138,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         in_ramp = v[i] == 0
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
         if c > 0:
-            by[i] = 1 + worth * (c * gain + (0.0 if in_ramp else much * cosine**2))
+            by[i] = 1 + worth * c * gain
         elif c < 0:
             by[i] = 1 / (1 + worth * (gain * -c + much * cosine**2))
             if in_ramp:  # which ends

@@ -309,33 +309,7 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     ramp, against = [fixed(-1.0, 0.01)] * 8, [fixed(1e-9, 0.01)] * steps
     S = sizes(Options(), [*ramp, *against, fixed(-1e9, 0.01)])
-    slow = 2 / (2 + steps * (1 - 1e-4))
-    assert S[-1] / S[-2] == pytest.approx(1 + slow + 1e-4, rel=1e-7)
-
-
-@pytest.mark.parametrize("cosine", [0.9, 0.3, 0.01])
-def test_a_large_cosine_counts_in_both_directions(cosine):
-    """However slow the tuner has become; as much is at stake each time."""
-    ramp, against = [fixed(-1.0, 0.9)] * 8, [fixed(1.0, 0.9)] * 2
-    states, _ = run(Options(betas=(1.0,)), [*ramp, *against])
-    S, v, r = (float(part.sum()) for part in (states[-1].s, states[-1].v, states[-1].r))
-    each = 2 / (2 + v) * cosine / 0.9 + cosine**2
-    up, down = (
-        sizes(Options(betas=(1.0,)), [*ramp, *against, fixed(h, cosine)]) for h in (-r / S, r / S)
-    )
-    assert up[-1] / S == pytest.approx(1 + each, rel=1e-9)
-    assert down[-1] / S == pytest.approx(1 / (1 + each), rel=1e-9)
-
-
-def test_noise_along_the_displacement_has_no_direction():
-    """However large a part of the noise lies along Δ, as in the first steps of a hard task, the
-    scale goes as far up with it as down."""
-    options, logs = Options(), []
-    for seed in range(40):
-        noise = np.random.default_rng(seed).choice([-1.0, 1.0], 60)
-        S = sizes(options, [fixed(-1.0, 0.7)] * 4 + [fixed(h, 0.7) for h in noise])
-        logs.append(np.log(S[-1] / S[24]))
-    assert abs(np.mean(logs)) < 3 * np.std(logs) / math.sqrt(len(logs))
+    assert S[-1] / S[-2] == pytest.approx(1 + 2 / (2 + steps * (1 - 1e-4)), rel=1e-7)
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])

@@ -308,10 +308,8 @@ class Now(Tuned):
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
         worth = (record / 0.01).clamp(0, 1)
-        large = at_stake * toward**2
-        up = gain * signal + torch.where(self.adverse > 0, large, 0.0)
-        down = gain * signal.abs() + large
-        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
+        down = worth * (gain * signal.abs() + at_stake * toward**2)
+        by = torch.where(signal > 0, 1 + worth * gain * signal, 1 / (1 + down))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))

@@ -287,8 +287,9 @@ def copy(to: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _one_by_one(to: list[Tensor]) -> bool:
-    """Whether tensors are to be written to one by one. Compiled, what is written to a list of them on
-    a GPU becomes something else in torch 2.11, and to a single float64 on a CPU is lost in 2.13."""
+    """Whether tensors are to be written to one by one. Compiled, what is written to a list of them
+    on a GPU becomes something else in torch 2.11, and to a single float64 on a CPU is lost in
+    torch 2.13."""
     return torch.compiler.is_compiling() and to[0].is_cuda
 
 
