@@ -59,7 +59,7 @@ def test_the_averaged_weights_are_as_good_as_a_sweep_at_any_lr(base):
     assert max(losses) - best < 0.02 * (initial - best)
     # In the end rounding decides about the sign of a cosine, and the losses do not care.
     assert rates == pytest.approx([rates[1]] * 3, rel=0.25)
-    assert losses == pytest.approx([losses[1]] * 3, rel=0.01)
+    assert max(losses) - min(losses) < 0.001 * (initial - best)
 
 
 @pytest.mark.parametrize("base", BASES)
