@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import schedulefree
 import torch
+from lora import Adapter
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -27,19 +28,6 @@ from mechanic.torch import mechanize, tuner
 
 SEEDS = range(3)
 STEPS = 300
-
-
-class Lora(nn.Module):
-    """A linear layer that stays, and a product of rank 4 beside it that starts at 0."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(4, layer.in_features) / math.sqrt(layer.in_features))
-        self.up = nn.Parameter(torch.zeros(layer.out_features, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.down.T @ self.up.T
 
 
 def perceptron(classes: int = 10) -> nn.Sequential:
@@ -65,7 +53,9 @@ def adapted(data: tuple[Tensor, Tensor]) -> nn.Sequential:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return nn.Sequential(*(Lora(part) if isinstance(part, nn.Linear) else part for part in model))
+    return nn.Sequential(
+        *(Adapter(part, rank=4) if isinstance(part, nn.Linear) else part for part in model)
+    )
 
 
 class Row(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
 from mechanic.bench.suites import finetune
-from mechanic.bench.task import Problem, Setting, half_decades
+from mechanic.bench.task import Problem, Setting, Task, half_decades
 from mechanic.bench.train import DivergedError, train
 
 RANK = 8
@@ -32,23 +32,20 @@ GRID = half_decades(-4, -1)
 class Adapter(nn.Module):
     """A linear layer that stays, and a product of low rank beside it that starts at 0."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, rank: int = RANK) -> None:
         super().__init__()
-        self.layer = layer
-        down = torch.randn(RANK, layer.in_features) / math.sqrt(layer.in_features)
+        self.layer = layer.requires_grad_(False)
+        down = torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features)
         self.down = nn.Parameter(down.to(layer.weight))
-        self.up = nn.Parameter(torch.zeros(layer.out_features, RANK).to(layer.weight))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank).to(layer.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         stays: Tensor = self.layer(x)
         return stays + x @ self.down.T @ self.up.T
 
 
-def build(name: str, setting: Setting) -> Problem:
+def build(task: Task, setting: Setting) -> Problem:
     """The problem of the suite, with adapters."""
-    task = next(task for task in finetune.tasks(setting.data) if task.name == name)
-    if task.missing:
-        raise SystemExit(f"{name}: {task.missing}")
     problem = task.build(setting)
     encoder: Any = problem.model.encoder
     encoder.requires_grad_(False)
@@ -64,7 +61,9 @@ def run(
     """The train loss before and after, and the rates on the way."""
     setting = Setting("short", seed, torch.device(device), Data(data))
     task = next(task for task in finetune.tasks(setting.data) if task.name == name)
-    task = replace(task, build=partial(build, name))
+    if task.missing:
+        raise SystemExit(f"{name}: {task.missing}")
+    task = replace(task, build=partial(build, task))
     method = METHODS["mechanic" if lr is None else "adamw"]
     try:
         outcome = train(task, method, "adamw", 1.0 if lr is None else lr, setting)
