@@ -144,9 +144,12 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
-    # A cosine of some size is no noise: then the run diverges, however slow the tuner has become.
-    against = gain * abs(c) + much * cosine**2
-    by = xp.where(c > 0, 1 + worth * gain * c, 1 / (1 + worth * against))
+    # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
+    # run diverges, however slow the tuner has become. Where none does, they count for S alone.
+    noise = 1 - m**2
+    toward = gain * c + xp.where(v > 0, noise**2 * much * cosine**2, 0.0)
+    against = gain * abs(c) + (1 - noise) * much * cosine**2
+    by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 

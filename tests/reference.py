@@ -139,8 +139,10 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
         if c > 0:
             by[i] = 1 + worth * c * gain
+            if not in_ramp:
+                by[i] += worth * much * (cosine * (1 - m[i] ** 2)) ** 2
         elif c < 0:
-            by[i] = 1 / (1 + worth * (gain * -c + much * cosine**2))
+            by[i] = 1 / (1 + worth * (gain * -c + much * (cosine * m[i]) ** 2))
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c

@@ -299,17 +299,29 @@ def test_a_smaller_cosine_than_before_raises_it_less(cosine):
 
 def test_the_first_step_against_the_displacement_ends_the_ramp():
     S = sizes(Options(betas=(1.0,)), [*RAMP, fixed(1.0, 0.1), fixed(1.0, 0.1)])
-    assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01), rel=1e-12)
+    assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01 / 4), rel=1e-12)
     much = S[-2] / (0.95 * S[-4])  # of the fall of late
     c = 0.2 * (1 - 0.01 * (1 - much))
-    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01), rel=1e-12)
+    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 4), rel=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
-    ramp, against = [fixed(-1.0, 0.01)] * 8, [fixed(1e-9, 0.01)] * steps
-    S = sizes(Options(), [*ramp, *against, fixed(-1e9, 0.01)])
-    assert S[-1] / S[-2] == pytest.approx(1 + 2 / (2 + steps * (1 - 1e-4)), rel=1e-7)
+    ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5)] * steps
+    S = sizes(Options(), [*ramp, *against, fixed(-1e9, 1e-5)])
+    assert S[-1] / S[-2] == pytest.approx(1 + 2 / (2 + steps), rel=1e-7)
+
+
+@pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
+def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(largest):
+    """Cosines that come close to 1 are no noise."""
+    steps = [*[fixed(-1.0, largest)] * 8, fixed(1e-9, largest)]  # the ramp, and its end
+    last = run(Options(betas=(1.0,)), steps)[0][-1]
+    h, gain = last.r[0] / last.s.sum(), 2 / (2 + last.v[0])
+    rise, fall = (sizes(Options(betas=(1.0,)), [*steps, fixed(g, largest)]) for g in (-h, h))
+    noise = (1 - largest**2) ** 2
+    assert rise[-1] / rise[-2] == pytest.approx(1 + gain + noise * largest**2, rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + gain + largest**4, rel=1e-9)
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])

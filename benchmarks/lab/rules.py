@@ -281,6 +281,7 @@ class Now(Tuned):
         "late": 0.95,  # how long a largest fall counts, for the brake
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
+        "noisy": 1.0,  # 0: a large cosine counts against S alone, whatever the others are
         "bias": 0.0,  # on the signal, after the ramp
     }
 
@@ -308,8 +309,10 @@ class Now(Tuned):
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
         worth = (record / 0.01).clamp(0, 1)
-        down = worth * (gain * signal.abs() + at_stake * toward**2)
-        by = torch.where(signal > 0, 1 + worth * gain * signal, 1 / (1 + down))
+        noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
+        up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
+        down = gain * signal.abs() + (1 - noise) * large
+        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))
