@@ -138,7 +138,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
-
+    # A fall larger than any before: what was counted when less was at stake counts as much less.
+    v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)

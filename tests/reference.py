@@ -126,6 +126,8 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     sizes = D * np.linalg.norm(g)
     cosine = -slope / sizes if sizes > 0 else 0.0
     fall = -S * slope
+    if fall > R:
+        v *= R / fall
     R = max(R, abs(fall))
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0

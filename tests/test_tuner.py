@@ -308,8 +308,11 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5)] * steps
-    S = sizes(Options(), [*ramp, *against, fixed(-1e9, 1e-5)])
-    assert S[-1] / S[-2] == pytest.approx(1 + 2 / (2 + steps), rel=1e-7)
+    last = run(Options(), [*ramp, *against])[0][-1]
+    for much in (0.5, 1.0, 3.0, 100.0):  # of the largest fall: a larger one makes them count less
+        S = sizes(Options(), [*ramp, *against, fixed(-much * last.R / last.s.sum(), 1e-5)])
+        gain = 2 / (2 + steps / max(1, much))
+        assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-7)
 
 
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])

@@ -281,6 +281,7 @@ class Now(Tuned):
         "late": 0.95,  # how long a largest fall counts, for the brake
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
+        "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
         "noisy": 1.0,  # 0: a large cosine counts against S alone, whatever the others are
         "bias": 0.0,  # on the signal, after the ramp
     }
@@ -296,6 +297,8 @@ class Now(Tuned):
         U, start = self.grow(u)
         toward, fall = -cosine(self.D, g), -(self.D * g).sum(1).double()
         self.most.copy_(torch.maximum(c.window * self.most, toward.abs()))
+        fell = c.weighed * (1 - divide(self.largest, fall).clamp(max=1)) * (fall > 0)
+        self.adverse.mul_(1 - fell)
         self.largest.copy_(torch.maximum(self.largest, fall.abs()))
         size = divide(fall.abs(), self.usual)
         record = divide(fall.abs(), self.largest)

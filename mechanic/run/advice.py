@@ -76,11 +76,18 @@ def _weighted(rows: Sequence[Row]) -> list[tuple[float, int]]:
     return [(row.scale, row.step - step) for row, step in zip(rows, before, strict=True)]
 
 
-def _since(rows: Sequence[Row], step: float) -> list[tuple[float, int]]:
-    return [one for one, row in zip(_weighted(rows), rows, strict=True) if row.step >= step]
+def _since(rows: Sequence[Row], step: float) -> list[tuple[float, float]]:
+    """The scales from a step on. Each counts by the lr that it was found at: as a schedule falls,
+    the scale rises to make up for it, and that says nothing of the lr to begin with."""
+    most = max(sum(row.lr) for row in rows) or 1.0
+    return [
+        (scale, steps * sum(row.lr) / most)
+        for (scale, steps), row in zip(_weighted(rows), rows, strict=True)
+        if row.step >= step
+    ]
 
 
-def weighted_median(values: Iterable[tuple[float, int]]) -> float:
+def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """The median of numbers, each of which counts so many times.
 
     >>> weighted_median([(1.0, 5), (2.0, 1), (9.0, 3)])
