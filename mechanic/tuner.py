@@ -138,6 +138,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
+
     # A fall larger than any before: what was counted when less was at stake counts as much less.
     v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
@@ -147,9 +148,9 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     worth = xp.clip(record / LEAST, 0.0, 1.0)
     # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
     # run diverges, however slow the tuner has become. Where none does, they count for S alone.
-    noise = 1 - m**2
-    toward = gain * c + xp.where(v > 0, noise**2 * much * cosine**2, 0.0)
-    against = gain * abs(c) + (1 - noise) * much * cosine**2
+    noise, large = 1 - m**2, much * cosine**2
+    toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
+    against = gain * abs(c) + (1 - noise) * large
     by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)

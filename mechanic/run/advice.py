@@ -79,9 +79,8 @@ def _weighted(rows: Sequence[Row]) -> list[tuple[float, int]]:
 def _since(rows: Sequence[Row], step: float) -> list[tuple[float, float]]:
     """The scales from a step on. Each counts by the lr that it was found at: as a schedule falls,
     the scale rises to make up for it, and that says nothing of the lr to begin with."""
-    most = max(sum(row.lr) for row in rows) or 1.0
     return [
-        (scale, steps * sum(row.lr) / most)
+        (scale, steps * sum(row.lr))
         for (scale, steps), row in zip(_weighted(rows), rows, strict=True)
         if row.step >= step
     ]
