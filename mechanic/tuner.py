@@ -84,6 +84,8 @@ class State(NamedTuple):
     """‖Δ‖ without the last update"""
     R: Array
     """The largest |S·h| of all (default rule)"""
+    C: Array
+    """The cosine of Δ and −g in the step before (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -95,7 +97,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = zero.sum()
-    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none)
+    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, C=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -135,7 +137,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
-    brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
+    brake = xp.where(fall < 0, 1 + record**2 * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
@@ -146,11 +148,11 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
-    # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
-    # run diverges, however slow the tuner has become. Where none does, they count for S alone.
-    noise, large = 1 - m**2, much * cosine**2
-    toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
-    against = gain * abs(c) + (1 - noise) * large
+    # Two cosines in a row that agree are no noise, and no swing of the scale around its place: they
+    # count however slow the tuner has become, so that a run that diverges is met.
+    agreed = much * _max(cosine * state.C, 0.0)
+    toward = gain * c + xp.where(v > 0, agreed, 0.0)
+    against = gain * abs(c) + agreed / 2
     by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
@@ -166,8 +168,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
-    m, r, R = (xp.where(known > 0, largest, 0.0) for largest in (m, r, R))  # a ramp begins anew
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep
+    m, r, R, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, cosine))  # a ramp anew
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, C=C), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
