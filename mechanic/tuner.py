@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale hardly changes
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -147,13 +147,12 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
-    worth = xp.clip(record / LEAST, 0.0, 1.0)
+    worth = xp.clip(record / LEAST, 0.0, 1.0) ** 2
     # Two cosines in a row that agree are no noise, and no swing of the scale around its place: they
     # count however slow the tuner has become, so that a run that diverges is met.
     agreed = much * _max(cosine * state.C, 0.0)
-    toward = gain * c + xp.where(v > 0, agreed, 0.0)
-    against = gain * abs(c) + agreed / 2
-    by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
+    change = worth * (gain * abs(c) + xp.where(v > 0, agreed, 0.0))
+    by = xp.where(c > 0, 1 + change, 1 / (1 + change))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 

@@ -133,19 +133,18 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
     rest = 1 - cosine**2 * (1 - much)
-    worth = min(1.0, abs(fall) / (0.01 * R)) if R > 0 else 0.0
+    worth = min(1.0, abs(fall) / (0.01 * R)) ** 2 if R > 0 else 0.0
     both = cosine * before * much if np.sign(cosine) == np.sign(before) else 0.0
     for i in range(n):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
+        change = worth * (gain * abs(c) + (0.0 if in_ramp else both))
         if c > 0:
-            by[i] = 1 + worth * c * gain
-            if not in_ramp:
-                by[i] += worth * both
+            by[i] = 1 + change
         elif c < 0:
-            by[i] = 1 / (1 + worth * (gain * -c + 0.5 * both))
+            by[i] = 1 / (1 + change)
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c

@@ -302,7 +302,7 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
     assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2), rel=1e-12)
     much = S[-2] / (0.95 * S[-4])  # of the fall of late
     c = 0.2 * (1 - 0.01 * (1 - much))
-    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 2), rel=1e-12)
+    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01), rel=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
@@ -318,15 +318,34 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
 @pytest.mark.parametrize("before", [-1.0, -0.3, -0.01, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("cosine", [-0.7, -0.1, 0.1, 0.7])
 def test_two_cosines_in_a_row_that_agree_count_by_their_product(before, cosine):
-    """For the scale, and half as much against it; those that do not agree are noise, or a swing."""
+    """Those that do not are noise, or a swing of the scale around its place."""
     options = Options(betas=(1.0,))
     steps = [*[fixed(-1.0, 1.0)] * 8, fixed(1e-9, 1.0), fixed(-before * 1e-9, abs(before))]
     last = run(options, steps)[0][-1]
     h = -math.copysign(last.r[0] / last.s.sum(), cosine)
     S = sizes(options, [*steps, fixed(h, abs(cosine))])
     gain, both = 2 / (2 + last.v[0]), max(0.0, before * cosine)
-    ratio = 1 + gain * cosine + both if cosine > 0 else 1 / (1 - gain * cosine + both / 2)
-    assert S[-1] / S[-2] == pytest.approx(ratio, rel=1e-9)
+    change = 1 + gain * abs(cosine) + both
+    assert S[-1] / S[-2] == pytest.approx(change if cosine > 0 else 1 / change, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [0.2, 0.7, 0.95])
+def test_noise_leaves_the_scale_where_it_is_and_a_drift_is_followed(size):
+    """Cosines of ±size that tell nothing, and such of which two in three are for the scale, or
+    against it."""
+
+    def changed(pattern):
+        state, scales = tuner.init(Options(), np.array([0.99])), []
+        for sign in ([1] * 7 + pattern * 150)[:300]:
+            h = -sign / (state.s.sum() or 1.0)  # as much is at stake in each step
+            state, _ = tuner.update(Options(), state, fixed(h, size))
+            scales.append(state.s.sum())
+        return scales[-1] / scales[30]
+
+    assert 0.5 < changed([1, -1]) < 2
+    assert 0.5 < changed([1, 1, -1, -1]) < 2
+    assert changed([1, 1, -1]) > 100
+    assert changed([1, -1, -1]) < 0.01
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])
@@ -353,8 +372,8 @@ def test_outliers_that_come_again_and_again_are_noise():
 
 def test_what_is_hardly_worth_it_raises_the_scale_less():
     S = sizes(Options(), [*[fixed(-1.0, 1e-6)] * 8, fixed(-1e-6, 1e-6)])
-    largest = -1.0 * -S[-3]  # S·h of the ramp's last step
-    assert S[-1] / S[-2] == pytest.approx(1 + 0.5 * 1e-6 * S[-2] / (0.01 * largest), rel=1e-9)
+    worth = (1e-4 * S[-2] / S[-3]) ** 2  # beside a hundredth of S·h in the ramp
+    assert S[-1] / S[-2] == pytest.approx(1 + 0.5 * worth, rel=1e-9)
 
 
 @light

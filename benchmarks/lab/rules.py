@@ -282,7 +282,7 @@ class Now(Tuned):
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
-        "agreed": 1.0,  # how much the product of two cosines in a row that agree counts for S
+        "agreed": 1.0,  # how much the product of two cosines in a row that agree counts
         "record": 2.0,  # a power of how far a rise is the largest of all, for the brake
         "bias": 0.0,  # on the signal, after the ramp
     }
@@ -312,12 +312,11 @@ class Now(Tuned):
         signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
-        worth = (record / 0.01).clamp(0, 1)
+        worth = (record / 0.01).clamp(0, 1) ** 2
         agreed = c.agreed * at_stake * (toward * self.last).clamp(min=0)
         self.last.copy_(toward)
-        up = gain * signal + torch.where(self.adverse > 0, agreed, 0.0)
-        down = gain * signal.abs() + agreed / 2
-        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
+        change = worth * (gain * signal.abs() + torch.where(self.adverse > 0, agreed, 0.0))
+        by = torch.where(signal > 0, 1 + change, 1 / (1 + change))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))
