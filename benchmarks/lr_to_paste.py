@@ -73,8 +73,8 @@ def main() -> None:
         for base, make in bases.items():
             for falls in (False, True):
                 own, history = train(data, make, falls, None)
-                settled = [weighted_median(history[STEPS // 2 :]) / 2 <= s for s, _ in history]
-                late = history[settled.index(True) :]
+                level = weighted_median(history[STEPS // 2 :]) / 2
+                late = history[next(k for k, (scale, _) in enumerate(history) if scale >= level) :]
                 says = {
                     "by lr": weighted_median(late),
                     "plain": weighted_median([(scale, 1) for scale, _ in late]),

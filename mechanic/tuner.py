@@ -85,7 +85,7 @@ class State(NamedTuple):
     R: Array
     """The largest |S·h| of all (default rule)"""
     C: Array
-    """The cosine of Δ and −g in the step before (default rule)"""
+    """The cosine of Δ and −g in the step before, 0 if that was not tuned (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -148,8 +148,9 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0) ** 2
-    # Two cosines in a row that agree are no noise, and no swing of the scale around its place: they
-    # count however slow the tuner has become, so that a run that diverges is met.
+    # Cosines that agree with the one before: noise does so in half of the steps, as often for the
+    # scale as against it, a scale that swings around its place never, a drift and a divergence
+    # always. They count however slow the tuner has become.
     agreed = much * _max(cosine * state.C, 0.0)
     change = worth * (gain * abs(c) + xp.where(v > 0, agreed, 0.0))
     by = xp.where(c > 0, 1 + change, 1 / (1 + change))

@@ -42,8 +42,9 @@ def test_lowers_the_loss_from_an_lr_of_1(base: Base) -> None:
     opt = mechanize(base.factory(problem.params, lr=1.0))
     losses = train(opt, problem, 40)
     assert all(math.isfinite(loss) for loss in losses)
-    # Momentum without noise or a schedule jumps now and then, and comes back.
-    assert median(losses[-10:]) < 0.45 * start
+    # Nesterov's momentum jumps now and then, without noise and a schedule, and comes back.
+    end = median(losses[-10:]) if base.id == "SGD-nesterov" else problem.total()
+    assert end < 0.45 * start
     assert max(losses) < 2 * start
     assert_moved(opt, 100)
     assert int(tuner(opt).metrics()["steps"]) == 40 * problem.patience

@@ -189,8 +189,8 @@ def test_parameters_that_start_at_zero(preset):
     problem, base, x0 = PROBLEMS["wine"], BASES["adamw"], np.zeros(42)
     trajectory = train(problem, base, torch.float64, x0=x0, preset=preset)
     expected = expect(problem, base, preset, x0=x0)
-    # With the default rule rounding doubles here every ten steps, to 4e-7 in 300.
-    trajectory, expected = (tuple(a[:200] for a in run) for run in (trajectory, expected))
+    if preset == "default":  # in which rounding doubles every ten steps here, to 4e-7 in 300
+        trajectory, expected = (tuple(a[:200] for a in run) for run in (trajectory, expected))
     assert_same(trajectory, expected, TOLERANCE[preset])
 
 

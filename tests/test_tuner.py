@@ -329,23 +329,29 @@ def test_two_cosines_in_a_row_that_agree_count_by_their_product(before, cosine):
     assert S[-1] / S[-2] == pytest.approx(change if cosine > 0 else 1 / change, rel=1e-9)
 
 
+def grown(signs, size, amounts=1.0):
+    """By how much log S grows, after a ramp, in steps of such cosines; the amounts are |S·h|."""
+    state, scales = tuner.init(Options(), np.array([0.99])), []
+    for sign, amount in np.broadcast(np.concatenate([np.ones(7), signs]), amounts):
+        h = -sign * amount / (state.s.sum() or 1.0)
+        state, _ = tuner.update(Options(), state, fixed(h, size))
+        scales.append(state.s.sum())
+    return math.log(scales[-1] / scales[30])
+
+
 @pytest.mark.parametrize("size", [0.2, 0.7, 0.95])
-def test_noise_leaves_the_scale_where_it_is_and_a_drift_is_followed(size):
-    """Cosines of ±size that tell nothing, and such of which two in three are for the scale, or
-    against it."""
-
-    def changed(pattern):
-        state, scales = tuner.init(Options(), np.array([0.99])), []
-        for sign in ([1] * 7 + pattern * 150)[:300]:
-            h = -sign / (state.s.sum() or 1.0)  # as much is at stake in each step
-            state, _ = tuner.update(Options(), state, fixed(h, size))
-            scales.append(state.s.sum())
-        return scales[-1] / scales[30]
-
-    assert 0.5 < changed([1, -1]) < 2
-    assert 0.5 < changed([1, 1, -1, -1]) < 2
-    assert changed([1, 1, -1]) > 100
-    assert changed([1, -1, -1]) < 0.01
+def test_noise_has_no_direction_and_a_drift_is_followed(size):
+    """Cosines of ±size: signs by chance and their opposites take log S as far up as down, or
+    nearly so where what is at stake differs; two in three for the scale, or against, are followed.
+    """
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+        signs, amounts = draw.choice([-1, 1], 293), draw.lognormal(sigma=0.7, size=300)
+        assert abs(grown(signs, size) + grown(-signs, size)) < 0.3
+        assert -6 < grown(signs, size, amounts) + grown(-signs, size, amounts) < 1
+    assert abs(grown([1, -1] * 140, size)) < 0.7  # a swing around its place
+    assert grown([1, 1, -1] * 97, size) > 5
+    assert grown([1, -1, -1] * 97, size) < -5
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])
