@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale hardly changes
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -84,8 +84,6 @@ class State(NamedTuple):
     """‖Δ‖ without the last update"""
     R: Array
     """The largest |S·h| of all (default rule)"""
-    C: Array
-    """The cosine of Δ and −g in the step before, 0 if that was not tuned (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -97,7 +95,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = zero.sum()
-    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, C=none)
+    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -137,7 +135,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
-    brake = xp.where(fall < 0, 1 + record**2 * (_max(size / OUTLIER, 1.0) - 1), 1.0)
+    brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
@@ -147,13 +145,13 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
-    worth = xp.clip(record / LEAST, 0.0, 1.0) ** 2
-    # Cosines that agree with the one before: noise does so in half of the steps, as often for the
-    # scale as against it, a scale that swings around its place never, a drift and a divergence
-    # always. They count however slow the tuner has become.
-    agreed = much * _max(cosine * state.C, 0.0)
-    change = worth * (gain * abs(c) + xp.where(v > 0, agreed, 0.0))
-    by = xp.where(c > 0, 1 + change, 1 / (1 + change))
+    worth = xp.clip(record / LEAST, 0.0, 1.0)
+    # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
+    # run diverges, however slow the tuner has become. Where none does, they count for S alone.
+    noise, large = 1 - m**2, much * cosine**2
+    toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
+    against = gain * abs(c) + (1 - noise) * large
+    by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 
@@ -168,8 +166,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
-    m, r, R, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, cosine))  # a ramp anew
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, C=C), keep
+    m, r, R = (xp.where(known > 0, largest, 0.0) for largest in (m, r, R))  # a ramp begins anew
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:

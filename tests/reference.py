@@ -124,7 +124,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
 
     slope = delta @ g
     sizes = D * np.linalg.norm(g)
-    cosine, before = -slope / sizes if sizes > 0 else 0.0, state.get("C", 0.0)
+    cosine = -slope / sizes if sizes > 0 else 0.0
     fall = -S * slope
     if fall > R:
         v *= R / fall
@@ -133,23 +133,23 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
     rest = 1 - cosine**2 * (1 - much)
-    worth = min(1.0, abs(fall) / (0.01 * R)) ** 2 if R > 0 else 0.0
-    both = cosine * before * much if np.sign(cosine) == np.sign(before) else 0.0
+    worth = min(1.0, abs(fall) / (0.01 * R)) if R > 0 else 0.0
     for i in range(n):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
-        change = worth * (gain * abs(c) + (0.0 if in_ramp else both))
         if c > 0:
-            by[i] = 1 + change
+            by[i] = 1 + worth * c * gain
+            if not in_ramp:
+                by[i] += worth * much * (cosine * (1 - m[i] ** 2)) ** 2
         elif c < 0:
-            by[i] = 1 / (1 + change)
+            by[i] = 1 / (1 + worth * (gain * -c + much * (cosine * m[i]) ** 2))
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c
         if fall < 0 and size > 4:  # the brake
-            s[i] /= 1 + (min(2.0, size / 4) - 1) * (fall / R) ** 2
+            s[i] /= 1 + (min(2.0, size / 4) - 1) * -fall / R
         r[i] = max(0.95 * r[i], fall, -fall / 4)
     grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
     s = s * by
@@ -157,14 +157,13 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         s = s * U_before / U
     if count * 1.1 < x.size:  # all of it is new: the ramp begins
         s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
-        m, r, R, cosine = zero, zero, 0.0, 0.0
+        m, r, R = zero, zero, 0.0
     elif S == 0:
         s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
-        m, r, R, cosine = zero, zero, 0.0, 0.0
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
-    state.update(m=m, v=v, r=r, R=R, C=cosine, U=U, D=q * D, count=count)
+    state.update(m=m, v=v, r=r, R=R, U=U, D=q * D, count=count)
     return s, q
 
 

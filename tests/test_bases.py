@@ -3,7 +3,6 @@
 import functools
 import math
 import pickle
-from statistics import median
 
 import pytest
 import torch
@@ -42,23 +41,11 @@ def test_lowers_the_loss_from_an_lr_of_1(base: Base) -> None:
     opt = mechanize(base.factory(problem.params, lr=1.0))
     losses = train(opt, problem, 40)
     assert all(math.isfinite(loss) for loss in losses)
-    # Nesterov's momentum jumps now and then, without noise and a schedule, and comes back.
-    end = median(losses[-10:]) if base.id == "SGD-nesterov" else problem.total()
-    assert end < 0.45 * start
+    assert problem.total() < 0.45 * start
     assert max(losses) < 2 * start
     assert_moved(opt, 100)
     assert int(tuner(opt).metrics()["steps"]) == 40 * problem.patience
     assert int(tuner(opt).metrics()["skipped"]) == 0
-
-
-@pytest.mark.parametrize("seed", [4, 6, 7])
-def test_what_has_been_learned_is_not_lost(seed: int) -> None:
-    """When the loss is next to nothing, all steps go along Δ: the scale must not follow them."""
-    problem = make_problem(BY_ID["AdamW"], seed=seed)
-    opt = mechanize(torch.optim.AdamW(problem.params, lr=1.0))
-    losses = train(opt, problem, 250)
-    assert median(losses[-50:]) < 0.01
-    assert max(losses[25:]) < 1
 
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])

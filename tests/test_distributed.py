@@ -438,7 +438,7 @@ def run_stages_of_shards(rank):
     optimizer = mechanize(
         torch.optim.SGD(stage.parameters(), lr=lr), process_group=dist.group.WORLD
     )
-    for _ in range(24):  # then rounding decides: g is next to 0
+    for _ in range(30):
         for param in stage.parameters():
             param.grad = param.detach() - 1
         optimizer.step()
@@ -458,7 +458,7 @@ def test_stages_that_are_sharded_and_have_rates_of_their_own(pools):
     ]  # fmt: skip
     groups = [{"params": own, "lr": lr} for own, lr in zip(stages, (0.1, 1.0), strict=True)]
     optimizer = mechanize(torch.optim.SGD(groups))
-    for _ in range(24):
+    for _ in range(30):
         for param in stages[0] + stages[1]:
             param.grad = param.detach() - 1
         optimizer.step()

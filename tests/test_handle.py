@@ -205,9 +205,7 @@ def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> No
             torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-11)
         assert torch.equal(handle.scale, scale)
         state = opt._mechanic.state
-        # but for D, which follows Δ, and C, which is of the step before
-        assert_equal(state._replace(D=known.D, C=known.C), known)
-        assert float(state.C) == 0
+        assert_equal(state._replace(D=known.D), known)  # but for D, which follows Δ
     assert int(handle.metrics()["steps"]) == 46
 
 
@@ -314,9 +312,9 @@ def test_detached_it_trains_on(base: Base, lr: float) -> None:
     problem = make_problem(base)
     start = problem.total()
     opt = mechanize(base.factory(problem.params, lr=lr))
-    before, losses = [], []
+    before = []
     for step in range(40 * problem.patience):
-        losses.append(take_step(opt, problem, step))
+        take_step(opt, problem, step)
         if step >= 35:
             before.append(values(problem.params))
     assert_moved(opt)
@@ -327,8 +325,7 @@ def test_detached_it_trains_on(base: Base, lr: float) -> None:
     last = max(length(a, b) for a, b in zip(before[-4:], before[-5:-1], strict=True))
     tuner(opt).detach()
     loss = take_step(opt, problem, 40)
-    # Nesterov's momentum jumps just then, and comes back.
-    assert (min(losses) if base.id == "SGD-nesterov" else loss) < 0.75 * start
+    assert loss < 0.75 * start
     assert length(values(problem.params), before[-1]) < 10 * last
     losses = train(opt, problem, 3, start=41)
     assert max(losses) < start

@@ -20,7 +20,7 @@ WORST = {
     "logistic-iris-adamw": 0.1,
     "logistic-iris-lion": 0.1,
     "logistic-breast_cancer-sgd": 1.9,
-    "logistic-breast_cancer-adamw": 0.8,
+    "logistic-breast_cancer-adamw": 0.6,
     "logistic-breast_cancer-lion": 0.8,
     "logistic-digits8x8-sgd": 0.1,
     "logistic-digits8x8-adamw": 0.1,

@@ -282,15 +282,14 @@ class Now(Tuned):
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
-        "agreed": 1.0,  # how much the product of two cosines in a row that agree counts
-        "record": 2.0,  # a power of how far a rise is the largest of all, for the brake
+        "noisy": 1.0,  # 0: a large cosine counts against S alone, whatever the others are
         "bias": 0.0,  # on the signal, after the ramp
     }
 
     def begin(self, x: Tensor, seeds: int, steps: int) -> None:
         super().begin(x, seeds, steps)
-        self.adverse, self.most, self.usual, self.largest, self.last = (
-            torch.zeros_like(self.S) for _ in range(5)
+        self.adverse, self.most, self.usual, self.largest = (
+            torch.zeros_like(self.S) for _ in range(4)
         )
 
     def step(self, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
@@ -303,7 +302,7 @@ class Now(Tuned):
         self.largest.copy_(torch.maximum(self.largest, fall.abs()))
         size = divide(fall.abs(), self.usual)
         record = divide(fall.abs(), self.largest)
-        brake = torch.where(fall < 0, 1 + record**c.record * ((size / 4).clamp(1, 2) - 1), one)
+        brake = torch.where(fall < 0, 1 + record * ((size / 4).clamp(1, 2) - 1), one)
         at_stake = torch.where(self.usual > 0, size.clamp(0, 1), one)
         self.usual.copy_(torch.maximum(c.late * self.usual, torch.max(fall, -c.counted * fall)))
 
@@ -312,11 +311,11 @@ class Now(Tuned):
         signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
-        worth = (record / 0.01).clamp(0, 1) ** 2
-        agreed = c.agreed * at_stake * (toward * self.last).clamp(min=0)
-        self.last.copy_(toward)
-        change = worth * (gain * signal.abs() + torch.where(self.adverse > 0, agreed, 0.0))
-        by = torch.where(signal > 0, 1 + change, 1 / (1 + change))
+        worth = (record / 0.01).clamp(0, 1)
+        noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
+        up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
+        down = gain * signal.abs() + (1 - noise) * large
+        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))

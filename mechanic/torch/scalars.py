@@ -17,7 +17,7 @@ def advance(
     """The tuner's next state, and the share of the stored displacements that Δ is then."""
     xp = tuner.namespace(share)
     if frozen:
-        after, kept = state._replace(D=xp.sqrt(sums.dd), C=0 * state.C), share
+        after, kept = state._replace(D=xp.sqrt(sums.dd)), share
     else:
         after, keep = tuner.update(options, state, sums)
         # keep is 0 only where there is no displacement yet to forget
