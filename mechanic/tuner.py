@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale falls by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -135,7 +135,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
-    brake = xp.where(fall < 0, 1 + record * (_max(size / OUTLIER, 1.0) - 1), 1.0)
+    brake = xp.where(fall < 0, 1 + record**2 * (_max(size / OUTLIER, 1.0) - 1), 1.0)
     much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
@@ -151,7 +151,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     noise, large = 1 - m**2, much * cosine**2
     toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
     against = gain * abs(c) + (1 - noise) * large
-    by = xp.where(c > 0, 1 + worth * toward, 1 / (1 + worth * against))
+    by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 

@@ -140,16 +140,16 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         in_ramp = v[i] == 0
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
         if c > 0:
-            by[i] = 1 + worth * c * gain
+            by[i] = 1 + worth**2 * c * gain
             if not in_ramp:
-                by[i] += worth * much * (cosine * (1 - m[i] ** 2)) ** 2
+                by[i] += worth**2 * much * (cosine * (1 - m[i] ** 2)) ** 2
         elif c < 0:
             by[i] = 1 / (1 + worth * (gain * -c + much * (cosine * m[i]) ** 2))
             if in_ramp:  # which ends
                 by[i] *= 0.5
             v[i] -= c
         if fall < 0 and size > 4:  # the brake
-            s[i] /= 1 + (min(2.0, size / 4) - 1) * -fall / R
+            s[i] /= 1 + (min(2.0, size / 4) - 1) * (fall / R) ** 2
         r[i] = max(0.95 * r[i], fall, -fall / 4)
     grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
     s = s * by

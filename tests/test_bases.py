@@ -3,6 +3,7 @@
 import functools
 import math
 import pickle
+from statistics import median
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_lowers_the_loss_from_an_lr_of_1(base: Base) -> None:
     assert_moved(opt, 100)
     assert int(tuner(opt).metrics()["steps"]) == 40 * problem.patience
     assert int(tuner(opt).metrics()["skipped"]) == 0
+
+
+@pytest.mark.parametrize("seed", [4, 6, 7])
+def test_what_has_been_learned_is_not_lost(seed: int) -> None:
+    """When the loss is next to nothing, all steps go along Δ: the scale must not follow them."""
+    problem = make_problem(BY_ID["AdamW"], seed=seed)
+    opt = mechanize(torch.optim.AdamW(problem.params, lr=1.0))
+    losses = train(opt, problem, 250)
+    assert median(losses[-50:]) < 0.01
+    assert max(losses[25:]) < 1
 
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])

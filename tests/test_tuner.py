@@ -346,13 +346,18 @@ def test_outliers_that_come_again_and_again_are_noise():
     first = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy])
     again = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy, hard])
     record = 100 * first[-1] / (1000 * S)
-    assert again[-1] / first[-1] == pytest.approx(1 / (1 + record), rel=1e-6)
+    assert again[-1] / first[-1] == pytest.approx(1 / (1 + record**2), rel=1e-6)
 
 
-def test_what_is_hardly_worth_it_raises_the_scale_less():
-    S = sizes(Options(), [*[fixed(-1.0, 1e-6)] * 8, fixed(-1e-6, 1e-6)])
-    largest = -1.0 * -S[-3]  # S·h of the ramp's last step
-    assert S[-1] / S[-2] == pytest.approx(1 + 0.5 * 1e-6 * S[-2] / (0.01 * largest), rel=1e-9)
+@pytest.mark.parametrize("part", [1e-3, 1e-2, 0.1])
+def test_what_is_hardly_worth_it_changes_the_scale_less(part):
+    """And raises it less than it lowers it: when all is learned, every step goes along Δ."""
+    ramp = [fixed(-1.0, 1e-9)] * 8  # the cosine is too small to count
+    S = sizes(Options(), ramp)
+    h = part * tuner.LEAST * S[-2] / S[-1]  # beside S·h of the ramp's last step
+    rise, fall = (sizes(Options(), [*ramp, fixed(g, 1e-9)]) for g in (-h, h))
+    assert rise[-1] / rise[-2] == pytest.approx(1 + 0.5 * part**2, rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(2 * (1 + 0.5 * part), rel=1e-9)
 
 
 @light

@@ -302,7 +302,7 @@ class Now(Tuned):
         self.largest.copy_(torch.maximum(self.largest, fall.abs()))
         size = divide(fall.abs(), self.usual)
         record = divide(fall.abs(), self.largest)
-        brake = torch.where(fall < 0, 1 + record * ((size / 4).clamp(1, 2) - 1), one)
+        brake = torch.where(fall < 0, 1 + record**2 * ((size / 4).clamp(1, 2) - 1), one)
         at_stake = torch.where(self.usual > 0, size.clamp(0, 1), one)
         self.usual.copy_(torch.maximum(c.late * self.usual, torch.max(fall, -c.counted * fall)))
 
@@ -315,7 +315,7 @@ class Now(Tuned):
         noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
         up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
         down = gain * signal.abs() + (1 - noise) * large
-        by = torch.where(signal > 0, 1 + worth * up, 1 / (1 + worth * down))
+        by = torch.where(signal > 0, 1 + worth**2 * up, 1 / (1 + worth * down))
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))
