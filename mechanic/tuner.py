@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale falls by as much less
+LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -145,6 +145,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
+    # When all is learned every step goes along Δ, however large S is: it rises by the square.
     worth = xp.clip(record / LEAST, 0.0, 1.0)
     # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
     # run diverges, however slow the tuner has become. Where none does, they count for S alone.
