@@ -145,13 +145,13 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
-    # When all is learned every step goes along Δ, however large S is: it rises by the square.
     worth = xp.clip(record / LEAST, 0.0, 1.0)
     # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
     # run diverges, however slow the tuner has become. Where none does, they count for S alone.
     noise, large = 1 - m**2, much * cosine**2
     toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
     against = gain * abs(c) + (1 - noise) * large
+    # The square: when all is learned every step goes along Δ, however large S is.
     by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)

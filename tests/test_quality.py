@@ -9,6 +9,10 @@ from statistics import mean
 import pytest
 import quality
 import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+from mechanic.torch import mechanize, tuner
 
 with quality.STORED.open() as _file:
     STORED = {row["row"]: row for row in csv.DictReader(_file)}
@@ -45,3 +49,20 @@ def test_the_excess_over_the_best_of_a_sweep(name: str) -> None:
 
 def test_every_row_is_stored() -> None:
     assert STORED.keys() == ROWS.keys() == WORST.keys()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_hard_batches_at_a_constant_lr_do_not_stop_it(seed: int) -> None:
+    """With few examples a step one batch in fifty is hard, for ever."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    model = torch.nn.Linear(64, 10)
+    optimizer = mechanize(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    for index in torch.randint(len(x), (2000, 8)):
+        optimizer.zero_grad()
+        cross_entropy(model(x[index]), y[index]).backward()
+        optimizer.step()
+    assert tuner(optimizer).scale > 1e-3
+    assert cross_entropy(model(x), y) < 0.09  # the best of five fixed lrs has 0.06

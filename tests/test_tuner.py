@@ -354,10 +354,21 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     """And raises it less than it lowers it: when all is learned, every step goes along Δ."""
     ramp = [fixed(-1.0, 1e-9)] * 8  # the cosine is too small to count
     S = sizes(Options(), ramp)
-    h = part * tuner.LEAST * S[-2] / S[-1]  # beside S·h of the ramp's last step
+    h = part * tuner.LEAST * S[-2] / S[-1]  # S·h is so small a part of the largest
     rise, fall = (sizes(Options(), [*ramp, fixed(g, 1e-9)]) for g in (-h, h))
     assert rise[-1] / rise[-2] == pytest.approx(1 + 0.5 * part**2, rel=1e-9)
     assert fall[-2] / fall[-1] == pytest.approx(2 * (1 + 0.5 * part), rel=1e-9)
+
+    options, steps = Options(betas=(1.0,)), [*RAMP, fixed(1e-9)]  # the ramp is over
+    last = run(options, steps)[0][-1]
+    h = part * tuner.LEAST * last.R / last.s.sum()
+    rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
+    much, gain = part * tuner.LEAST * last.R / last.r[0], 2 / (2 + last.v[0])
+    rest = 1 - 0.5**2 * (1 - much)
+    toward = gain * rest + (1 - 0.5**2) ** 2 * much * 0.5**2
+    against = gain * rest + 0.5**2 * much * 0.5**2
+    assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * toward, rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + part * against, rel=1e-9)
 
 
 @light
