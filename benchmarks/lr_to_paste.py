@@ -1,0 +1,90 @@
+"""The lr that `mechanic run` says to type, beside others it could say and the best of a sweep.
+
+    python benchmarks/lr_to_paste.py        # two minutes on one core
+
+Each is given to the plain optimizer: 600 steps of 64, a network of one hidden layer, scikit-learn's
+digits and diabetes, seed 0; the loss is that over all data at the end.
+"""
+
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from mechanic.run.advice import weighted_median
+from mechanic.torch import mechanize, tuner
+
+STEPS, BATCH, WIDTH = 600, 64, 64
+LRS = np.logspace(-3, 0, 7).tolist()
+Data = tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
+
+
+def problems() -> dict[str, Data]:
+    images, digits = load_digits(return_X_y=True)
+    features, disease = load_diabetes(return_X_y=True)
+    disease = StandardScaler().fit_transform(disease[:, None])
+    features = StandardScaler().fit_transform(features)
+    return {
+        "digits": (torch.tensor(images / 16).float(), torch.tensor(digits), F.cross_entropy),
+        "diabetes": (torch.tensor(features).float(), torch.tensor(disease).float(), F.mse_loss),
+    }
+
+
+def train(
+    data: Data, base: Callable[..., Optimizer], falls: bool, lr: float | None
+) -> tuple[float, list[tuple[float, float]]]:
+    """The loss at the end, and each step's scale and lr."""
+    x, y, criterion = data
+    torch.manual_seed(0)
+    outputs = 10 if y.dim() == 1 else 1
+    model = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs))
+    optimizer = base(model.parameters(), lr=1.0 if lr is None else lr)
+    if lr is None:
+        mechanize(optimizer)
+    schedule = CosineAnnealingLR(optimizer, STEPS) if falls else None
+    history = []
+    for _ in range(STEPS):
+        rows = torch.randint(len(x), (BATCH,))
+        optimizer.zero_grad()
+        criterion(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        if lr is None:
+            history.append((float(tuner(optimizer).scale), optimizer.param_groups[0]["lr"]))
+        if schedule is not None:
+            schedule.step()
+    return float(criterion(model(x), y).detach()), history
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {platform.machine()}\n")
+    print("| problem, base, schedule | Mechanic | by lr | the plain median | the final | sweep |")
+    print("|---|---:|---:|---:|---:|---:|")
+    bases = {"AdamW": AdamW, "SGD": partial(SGD, momentum=0.9)}
+    for name, data in problems().items():
+        for base, make in bases.items():
+            for falls in (False, True):
+                own, history = train(data, make, falls, None)
+                settled = [weighted_median(history[STEPS // 2 :]) / 2 <= s for s, _ in history]
+                late = history[settled.index(True) :]
+                says = {
+                    "by lr": weighted_median(late),
+                    "plain": weighted_median([(scale, 1) for scale, _ in late]),
+                    "final": history[-1][0],
+                }
+                cells = [f"{lr:.2g}, {train(data, make, falls, lr)[0]:.2g}" for lr in says.values()]
+                loss, best = min((train(data, make, falls, lr)[0], lr) for lr in LRS)
+                row = f"{name}, {base}, {'cosine' if falls else 'constant'} | {own:.2g}"
+                print(f"| {row} | {' | '.join(cells)} | {best:.2g}, {loss:.2g} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
