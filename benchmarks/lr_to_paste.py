@@ -9,6 +9,7 @@ digits and diabetes, seed 0; the loss is that over all data at the end.
 import platform
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
@@ -19,12 +20,15 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from mechanic.run.advice import weighted_median
+from mechanic.run.advice import find
+from mechanic.run.rows import Row
+from mechanic.run.spool import Track
 from mechanic.torch import mechanize, tuner
 
 STEPS, BATCH, WIDTH = 600, 64, 64
 LRS = np.logspace(-3, 0, 7).tolist()
 Data = tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
+Base = Callable[..., Optimizer]
 
 
 def problems() -> dict[str, Data]:
@@ -38,10 +42,8 @@ def problems() -> dict[str, Data]:
     }
 
 
-def train(
-    data: Data, base: Callable[..., Optimizer], falls: bool, lr: float | None
-) -> tuple[float, list[tuple[float, float]]]:
-    """The loss at the end, and each step's scale and lr."""
+def train(data: Data, base: Base, falls: bool, lr: float | None) -> tuple[float, Track]:
+    """The loss at the end, and what `mechanic run` would have noted."""
     x, y, criterion = data
     torch.manual_seed(0)
     outputs = 10 if y.dim() == 1 else 1
@@ -50,17 +52,18 @@ def train(
     if lr is None:
         mechanize(optimizer)
     schedule = CosineAnnealingLR(optimizer, STEPS) if falls else None
-    history = []
-    for _ in range(STEPS):
+    track = Track("", 0, groups=[{"lr": 1.0, "initial_lr": 1.0}])
+    for step in range(1, STEPS + 1):
         rows = torch.randint(len(x), (BATCH,))
         optimizer.zero_grad()
         criterion(model(x[rows]), y[rows]).backward()
         optimizer.step()
         if lr is None:
-            history.append((float(tuner(optimizer).scale), optimizer.param_groups[0]["lr"]))
+            rates = tuple(group["lr"] for group in optimizer.param_groups)
+            track.rows.append(Row(step, 0.0, float(tuner(optimizer).scale), 0, rates, (), ()))
         if schedule is not None:
             schedule.step()
-    return float(criterion(model(x), y).detach()), history
+    return float(criterion(model(x), y).detach()), track
 
 
 def main() -> None:
@@ -68,19 +71,15 @@ def main() -> None:
     print(f"torch {torch.__version__}, {platform.machine()}\n")
     print("| problem, base, schedule | Mechanic | by lr | the plain median | the final | sweep |")
     print("|---|---:|---:|---:|---:|---:|")
-    bases = {"AdamW": AdamW, "SGD": partial(SGD, momentum=0.9)}
+    bases: dict[str, Base] = {"AdamW": AdamW, "SGD": partial(SGD, momentum=0.9)}
     for name, data in problems().items():
         for base, make in bases.items():
             for falls in (False, True):
-                own, history = train(data, make, falls, None)
-                settled = [weighted_median(history[STEPS // 2 :]) / 2 <= s for s, _ in history]
-                late = history[settled.index(True) :]
-                says = {
-                    "by lr": weighted_median(late),
-                    "plain": weighted_median([(scale, 1) for scale, _ in late]),
-                    "final": history[-1][0],
-                }
-                cells = [f"{lr:.2g}, {train(data, make, falls, lr)[0]:.2g}" for lr in says.values()]
+                own, track = train(data, make, falls, None)
+                found = find(track)
+                settled = [row.scale for row in track.rows if row.step >= (found.ramp or 0)]
+                says = (found.suggested[0], median(settled), settled[-1])
+                cells = [f"{lr:.2g}, {train(data, make, falls, lr)[0]:.2g}" for lr in says]
                 loss, best = min((train(data, make, falls, lr)[0], lr) for lr in LRS)
                 row = f"{name}, {base}, {'cosine' if falls else 'constant'} | {own:.2g}"
                 print(f"| {row} | {' | '.join(cells)} | {best:.2g}, {loss:.2g} |", flush=True)

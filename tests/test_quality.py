@@ -1,6 +1,6 @@
 """One run of the default beside the best of a sweep, on small tasks: nothing may get worse.
 
-`quality.py` says what they are and made the sweeps; it takes three quarters of a minute here.
+`quality.py` says what they are and made the sweeps; all of it takes a minute here.
 """
 
 import csv
