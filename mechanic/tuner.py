@@ -84,6 +84,8 @@ class State(NamedTuple):
     """‖Δ‖ without the last update"""
     R: Array
     """The largest |S·h| of all (default rule)"""
+    C: Array
+    """The −S·h of the steps in a row along Δ, together, as a part of R (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -95,7 +97,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = zero.sum()
-    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none)
+    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, C=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -144,11 +146,15 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
-    gain = xp.where(v > 0, 2 / (2 + v), (1 + _max(cosine, 0.0)) / 2)
+    # Steps in a row along Δ that come to as much as the largest are no chance: v counts for less.
+    noise = 1 - m**2
+    C = xp.where(fall > 0, state.C * _divide(state.R, R) + record, 0.0)
+    slow = v / (1 + (2 * noise * C) ** 2)
+    gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
     # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
     # run diverges, however slow the tuner has become. Where none does, they count for S alone.
-    noise, large = 1 - m**2, much * cosine**2
+    large = much * cosine**2
     toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
     against = gain * abs(c) + (1 - noise) * large
     # The square: when all is learned every step goes along Δ, however large S is.
@@ -167,8 +173,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
-    m, r, R = (xp.where(known > 0, largest, 0.0) for largest in (m, r, R))  # a ramp begins anew
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R), keep
+    m, r, R, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, C))  # a ramp begins anew
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, C=C), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:

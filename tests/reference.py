@@ -125,10 +125,11 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     slope = delta @ g
     sizes = D * np.linalg.norm(g)
     cosine = -slope / sizes if sizes > 0 else 0.0
-    fall = -S * slope
+    fall, together = -S * slope, state.get("together", 0.0)
     if fall > R:
         v *= R / fall
     R = max(R, abs(fall))
+    together = together + fall if fall > 0 else 0.0
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
@@ -138,7 +139,8 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
-        gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + v[i])
+        slow = v[i] / (1 + 4 * ((1 - m[i] ** 2) * together / R) ** 2) if R > 0 else v[i]
+        gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
         if c > 0:
             by[i] = 1 + worth**2 * c * gain
             if not in_ramp:
@@ -157,13 +159,13 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         s = s * U_before / U
     if count * 1.1 < x.size:  # all of it is new: the ramp begins
         s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
-        m, r, R = zero, zero, 0.0
+        m, r, R, together = zero, zero, 0.0, 0.0
     elif S == 0:
-        s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
+        s, v, together = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 0.0
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
-    state.update(m=m, v=v, r=r, R=R, U=U, D=q * D, count=count)
+    state.update(m=m, v=v, r=r, R=R, together=together, U=U, D=q * D, count=count)
     return s, q
 
 

@@ -497,7 +497,10 @@ def test_a_model_that_changes_dtype_in_the_middle(first, second):
     assert skipped(opt) == 0
     assert all(param.dtype is second for param in problem.params)
     assert problem.total() < middle
-    assert float(tuner(opt).scale) == pytest.approx(_scale_in_float64(), rel=0.05)
+    # What rounding comes to in 30 steps: 2e-6 in float32, 0.3 % in float16, 5 % in bfloat16.
+    rounding = {torch.float64: 0.0, torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.1}
+    rel = max(1e-9, rounding[first], rounding[second])
+    assert float(tuner(opt).scale) == pytest.approx(_scale_in_float64(), rel=rel)
     assert_moved(opt)
 
 

@@ -311,7 +311,7 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     last = run(Options(), [*ramp, *against])[0][-1]
     for much in (0.5, 1.0, 3.0, 100.0):  # of the largest fall: a larger one makes them count less
         S = sizes(Options(), [*ramp, *against, fixed(-much * last.R / last.s.sum(), 1e-5)])
-        gain = 2 / (2 + steps / max(1, much))
+        gain = 2 / (2 + steps / max(1, much) / (1 + 4 * min(1, much) ** 2))
         assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-7)
 
 
@@ -320,11 +320,32 @@ def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(lar
     """Cosines that come close to 1 are no noise."""
     steps = [*[fixed(-1.0, largest)] * 8, fixed(1e-9, largest)]  # the ramp, and its end
     last = run(Options(betas=(1.0,)), steps)[0][-1]
-    h, gain = last.r[0] / last.s.sum(), 2 / (2 + last.v[0])
+    h, noise = last.r[0] / last.s.sum(), 1 - largest**2
     rise, fall = (sizes(Options(betas=(1.0,)), [*steps, fixed(g, largest)]) for g in (-h, h))
-    noise = (1 - largest**2) ** 2
-    assert rise[-1] / rise[-2] == pytest.approx(1 + gain + noise * largest**2, rel=1e-9)
+    gain = 2 / (2 + last.v[0] / (1 + (2 * noise * last.r[0] / last.R) ** 2))
+    assert rise[-1] / rise[-2] == pytest.approx(1 + gain + (noise * largest) ** 2, rel=1e-9)
+    gain = 2 / (2 + last.v[0])
     assert fall[-2] / fall[-1] == pytest.approx(1 + gain + largest**4, rel=1e-9)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 1.0])  # of the largest
+@pytest.mark.parametrize("along", [1, 4, 20])
+def test_steps_in_a_row_along_the_displacement_make_the_tuner_quicker(along, part):
+    """As after the first steps of fine-tuning, which are noise: the ramp ends by chance, and the
+    steps against Δ that follow would make it slow for long."""
+    steps = [*[fixed(-1.0, 1e-5)] * 8, *[fixed(1e-9, 1e-5)] * 10]
+    for n in range(1, along + 1):
+        last = run(Options(), steps)[0][-1]
+        steps.append(fixed(-part * last.R / last.s.sum(), 1e-5))
+        S = sizes(Options(), steps)
+        gain = 2 / (2 + last.v[0] / (1 + (2 * n * part) ** 2))
+        assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
+    # One against it, and they count no more.
+    last = run(Options(), [*steps, fixed(1e-9, 1e-5)])[0][-1]
+    assert last.C == 0
+    S = sizes(Options(), [*steps, fixed(1e-9, 1e-5), fixed(-part * last.R / last.s.sum(), 1e-5)])
+    gain = 2 / (2 + last.v[0] / (1 + (2 * part) ** 2))
+    assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])
@@ -365,7 +386,8 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
     much, gain = part * tuner.LEAST * last.R / last.r[0], 2 / (2 + last.v[0])
     rest = 1 - 0.5**2 * (1 - much)
-    toward = gain * rest + (1 - 0.5**2) ** 2 * much * 0.5**2
+    quicker = 2 / (2 + last.v[0] / (1 + (2 * (1 - 0.5**2) * part * tuner.LEAST) ** 2))
+    toward = quicker * rest + (1 - 0.5**2) ** 2 * much * 0.5**2
     against = gain * rest + 0.5**2 * much * 0.5**2
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * toward, rel=1e-9)
     assert fall[-2] / fall[-1] == pytest.approx(1 + part * against, rel=1e-9)

@@ -282,14 +282,15 @@ class Now(Tuned):
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
+        "in_a_row": 2.0,  # how much the falls in a row count, against the adverse steps
         "noisy": 1.0,  # 0: a large cosine counts against S alone, whatever the others are
         "bias": 0.0,  # on the signal, after the ramp
     }
 
     def begin(self, x: Tensor, seeds: int, steps: int) -> None:
         super().begin(x, seeds, steps)
-        self.adverse, self.most, self.usual, self.largest = (
-            torch.zeros_like(self.S) for _ in range(4)
+        self.adverse, self.most, self.usual, self.largest, self.fallen = (
+            torch.zeros_like(self.S) for _ in range(5)
         )
 
     def step(self, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
@@ -310,9 +311,11 @@ class Now(Tuned):
         signal = rest * divide(toward, self.most)
         signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
-        gain = torch.where(self.adverse > 0, c.patience / (c.patience + self.adverse), ramp)
-        worth = (record / 0.01).clamp(0, 1)
         noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
+        self.fallen.copy_(torch.where((fall > 0) & begun, self.fallen + fall, 0.0))
+        slow = self.adverse / (1 + (c.in_a_row * noise * divide(self.fallen, self.largest)) ** 2)
+        gain = torch.where(self.adverse > 0, c.patience / (c.patience + slow), ramp)
+        worth = (record / 0.01).clamp(0, 1)
         up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
         down = gain * signal.abs() + (1 - noise) * large
         by = torch.where(signal > 0, 1 + worth**2 * up, 1 / (1 + worth * down))
