@@ -146,17 +146,18 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
-    # Steps in a row along Δ that come to as much as the largest are no chance: v counts for less.
-    noise = 1 - m**2
+    # In noise, steps in a row along Δ that come to as much as the largest are no chance: what was
+    # counted before, when there was nothing to see, counts for less.
+    noise = (1 - m**2) ** 2  # 0 where cosines come close to 1
     C = xp.where(fall > 0, state.C * _divide(state.R, R) + record, 0.0)
-    slow = v / (1 + (2 * noise * C) ** 2)
+    slow = v / (1 + (2 * noise**2 * C) ** 2)
     gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
-    # Where cosines come close to 1 there is no noise, and one of some size against Δ says that the
-    # run diverges, however slow the tuner has become. Where none does, they count for S alone.
+    # Without noise, a cosine of some size against Δ says that the run diverges, however slow the
+    # tuner has become. In noise, large cosines count for S alone.
     large = much * cosine**2
-    toward = gain * c + xp.where(v > 0, noise**2 * large, 0.0)
-    against = gain * abs(c) + (1 - noise) * large
+    toward = gain * c + xp.where(v > 0, noise * large, 0.0)
+    against = gain * abs(c) + m**2 * large
     # The square: when all is learned every step goes along Δ, however large S is.
     by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp

@@ -139,7 +139,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
-        slow = v[i] / (1 + 4 * ((1 - m[i] ** 2) * together / R) ** 2) if R > 0 else v[i]
+        slow = v[i] / (1 + 4 * ((1 - m[i] ** 2) ** 4 * together / R) ** 2) if R > 0 else v[i]
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
         if c > 0:
             by[i] = 1 + worth**2 * c * gain

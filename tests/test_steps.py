@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -451,8 +452,11 @@ def test_add_param_group_mid_run(base: Base) -> None:
     losses = train(opt, problem, 80, start=20)
     assert all((p != x).any() for p, x in zip(second, at_rest, strict=True))
     assert all(torch.isfinite(p).all() for p in problem.params)
-    assert max(losses) < 1.5 * start
-    assert problem.total() < min(loss, 0.6 * start)
+    # The ramp begins anew and takes nothing back. At an lr that stays, with hardly any noise, the
+    # scale then finds the edge of stability: single losses say little there (docs/research.md).
+    assert max(losses[:40]) < 1.2 * loss
+    assert max(losses) < 2 * start
+    assert median(losses[-20:]) < 0.6 * loss
     torch.testing.assert_close(
         opt.param_groups[0]["effective_lr"], 2 * opt.param_groups[1]["effective_lr"]
     )

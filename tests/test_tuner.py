@@ -322,7 +322,7 @@ def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(lar
     last = run(Options(betas=(1.0,)), steps)[0][-1]
     h, noise = last.r[0] / last.s.sum(), 1 - largest**2
     rise, fall = (sizes(Options(betas=(1.0,)), [*steps, fixed(g, largest)]) for g in (-h, h))
-    gain = 2 / (2 + last.v[0] / (1 + (2 * noise * last.r[0] / last.R) ** 2))
+    gain = 2 / (2 + last.v[0] / (1 + (2 * noise**4 * last.r[0] / last.R) ** 2))
     assert rise[-1] / rise[-2] == pytest.approx(1 + gain + (noise * largest) ** 2, rel=1e-9)
     gain = 2 / (2 + last.v[0])
     assert fall[-2] / fall[-1] == pytest.approx(1 + gain + largest**4, rel=1e-9)
@@ -386,7 +386,7 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
     much, gain = part * tuner.LEAST * last.R / last.r[0], 2 / (2 + last.v[0])
     rest = 1 - 0.5**2 * (1 - much)
-    quicker = 2 / (2 + last.v[0] / (1 + (2 * (1 - 0.5**2) * part * tuner.LEAST) ** 2))
+    quicker = 2 / (2 + last.v[0] / (1 + (2 * (1 - 0.5**2) ** 4 * part * tuner.LEAST) ** 2))
     toward = quicker * rest + (1 - 0.5**2) ** 2 * much * 0.5**2
     against = gain * rest + 0.5**2 * much * 0.5**2
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * toward, rel=1e-9)

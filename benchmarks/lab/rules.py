@@ -313,7 +313,7 @@ class Now(Tuned):
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
         self.fallen.copy_(torch.where((fall > 0) & begun, self.fallen + fall, 0.0))
-        slow = self.adverse / (1 + (c.in_a_row * noise * divide(self.fallen, self.largest)) ** 2)
+        slow = self.adverse / (1 + (c.in_a_row * noise**4 * divide(self.fallen, self.largest)) ** 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + slow), ramp)
         worth = (record / 0.01).clamp(0, 1)
         up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
