@@ -85,7 +85,7 @@ class State(NamedTuple):
     R: Array
     """The largest |S·h| of all (default rule)"""
     C: Array
-    """The −S·h of the steps in a row along Δ, together, as a part of R (default rule)"""
+    """The −S·h of late steps in a row along Δ, together, as a part of R (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -120,8 +120,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """The scale is multiplied or divided each step, by the cosine of Δ and −g.
 
     Here m is the largest cosine of late, and r the largest −S·h, or a part of the largest S·h; v
-    counts the steps against Δ, each of which makes the tuner slower; and M is the number of
-    parameters that the ramp was made for.
+    counts the steps against Δ, each of which makes the tuner slower; C is what the steps since the
+    last of them come to; and M is the number of parameters that the ramp was made for.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     S = s.sum()
@@ -146,15 +146,15 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
-    # In noise, steps in a row along Δ that come to as much as the largest are no chance: what was
+    # In noise, steps in a row along Δ that come to as much as the largest are not chance: what was
     # counted before, when there was nothing to see, counts for less.
-    noise = (1 - m**2) ** 2  # 0 where cosines come close to 1
-    C = xp.where(fall > 0, state.C * _divide(state.R, R) + record, 0.0)
+    noise = _max(1 - m**2, 0.0) ** 2  # 0 where cosines come close to 1
+    C = xp.where(fall > 0, SHORT * state.C * _divide(state.R, R) + record, 0.0)
     slow = v / (1 + (2 * noise**2 * C) ** 2)
     gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)
     # Without noise, a cosine of some size against Δ says that the run diverges, however slow the
-    # tuner has become. In noise, large cosines count for S alone.
+    # tuner has become. In noise, large cosines only raise S.
     large = much * cosine**2
     toward = gain * c + xp.where(v > 0, noise * large, 0.0)
     against = gain * abs(c) + m**2 * large

@@ -129,7 +129,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     if fall > R:
         v *= R / fall
     R = max(R, abs(fall))
-    together = together + fall if fall > 0 else 0.0
+    together = 0.95 * together + fall if fall > 0 else 0.0
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
@@ -139,12 +139,12 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
-        slow = v[i] / (1 + 4 * ((1 - m[i] ** 2) ** 4 * together / R) ** 2) if R > 0 else v[i]
+        slow = v[i] / (1 + 4 * (max(0, 1 - m[i] ** 2) ** 4 * together / R) ** 2) if R > 0 else v[i]
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
         if c > 0:
             by[i] = 1 + worth**2 * c * gain
             if not in_ramp:
-                by[i] += worth**2 * much * (cosine * (1 - m[i] ** 2)) ** 2
+                by[i] += worth**2 * much * (cosine * max(0, 1 - m[i] ** 2)) ** 2
         elif c < 0:
             by[i] = 1 / (1 + worth * (gain * -c + much * (cosine * m[i]) ** 2))
             if in_ramp:  # which ends

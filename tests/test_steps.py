@@ -452,10 +452,10 @@ def test_add_param_group_mid_run(base: Base) -> None:
     losses = train(opt, problem, 80, start=20)
     assert all((p != x).any() for p, x in zip(second, at_rest, strict=True))
     assert all(torch.isfinite(p).all() for p in problem.params)
-    # The ramp begins anew and takes nothing back. At an lr that stays, with hardly any noise, the
-    # scale then finds the edge of stability: single losses say little there (docs/research.md).
-    assert max(losses[:40]) < 1.2 * loss
-    assert max(losses) < 2 * start
+    # The ramp begins anew and takes nothing back. Later, at an lr that stays and with hardly any
+    # noise, the scale finds the edge of stability: with SGD single losses go to 1 to 6 times the
+    # first, from start to start, and come back (docs/research.md, "What is open").
+    assert max(losses[:40]) < 1.2 * loss < 1.2 * start
     assert median(losses[-20:]) < 0.6 * loss
     torch.testing.assert_close(
         opt.param_groups[0]["effective_lr"], 2 * opt.param_groups[1]["effective_lr"]

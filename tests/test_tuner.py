@@ -334,11 +334,13 @@ def test_steps_in_a_row_along_the_displacement_make_the_tuner_quicker(along, par
     """As after the first steps of fine-tuning, which are noise: the ramp ends by chance, and the
     steps against Δ that follow would make it slow for long."""
     steps = [*[fixed(-1.0, 1e-5)] * 8, *[fixed(1e-9, 1e-5)] * 10]
-    for n in range(1, along + 1):
+    together = 0.0
+    for _ in range(along):
         last = run(Options(), steps)[0][-1]
         steps.append(fixed(-part * last.R / last.s.sum(), 1e-5))
         S = sizes(Options(), steps)
-        gain = 2 / (2 + last.v[0] / (1 + (2 * n * part) ** 2))
+        together = 0.95 * together + part
+        gain = 2 / (2 + last.v[0] / (1 + (2 * together) ** 2))
         assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
     # One against it, and they count no more.
     last = run(Options(), [*steps, fixed(1e-9, 1e-5)])[0][-1]
@@ -346,6 +348,33 @@ def test_steps_in_a_row_along_the_displacement_make_the_tuner_quicker(along, par
     S = sizes(Options(), [*steps, fixed(1e-9, 1e-5), fixed(-part * last.R / last.s.sum(), 1e-5)])
     gain = 2 / (2 + last.v[0] / (1 + (2 * part) ** 2))
     assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
+
+
+def test_steps_in_a_row_count_as_parts_of_the_largest():
+    steps = [*[fixed(-1.0, 1e-5)] * 8, fixed(1e-9, 1e-5)]
+    last = run(Options(), steps)[0][-1]
+    steps.append(fixed(-0.5 * last.R / last.s.sum(), 1e-5))
+    last = run(Options(), steps)[0][-1]
+    assert pytest.approx(0.5, rel=1e-9) == last.C
+    more = run(Options(), [*steps, fixed(-2 * last.R / last.s.sum(), 1e-5)])[0][-1]  # the largest
+    assert pytest.approx(0.95 * 0.5 / 2 + 1, rel=1e-9) == more.C
+    anew = fixed(-1.0, 1e-5)._replace(d=2 * steps[0].d)  # a ramp begins anew
+    assert run(Options(), [*steps, anew])[0][-1].C == 0
+
+
+def test_a_decay_in_float32_makes_no_nan():
+    """With one, h is more than ⟨Δ, g⟩, and what stands for a cosine may be 1e7."""
+    options, u = Options(s_decay=0.01), 1e-12
+    state = tuner.init(options, np.array(options.betas, dtype=np.float32))
+    for t in range(40):
+        sums = tuner.Sums(
+            dg=(-1 if t % 7 else 1) * 0.3 * t * u,
+            dx=(1 if t % 5 else -1) * 0.5 * t * u,
+            **{"gg": 1.0, "xx": 1.0, "x1": 1.0, "d": 4.0, "dd": (t * u) ** 2, "uu": u**2},
+        )
+        state, _ = tuner.update(options, state, tuner.Sums(*map(np.float32, sums)))
+        assert np.isfinite(state.s).all()
+    assert state.m > 1e3
 
 
 @pytest.mark.parametrize(("size", "factor"), [(3.9, 1.0), (5.0, 0.8), (1e9, 0.5)])

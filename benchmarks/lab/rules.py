@@ -283,7 +283,7 @@ class Now(Tuned):
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
         "in_a_row": 2.0,  # how much the falls in a row count, against the adverse steps
-        "noisy": 1.0,  # 0: a large cosine counts against S alone, whatever the others are
+        "noisy": 1.0,  # 0: a large cosine counts against S alone, and falls in a row do nothing
         "bias": 0.0,  # on the signal, after the ramp
     }
 
@@ -312,7 +312,7 @@ class Now(Tuned):
         signal = torch.where(self.adverse > 0, (signal + c.bias).clamp(-1, 1), signal)
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
-        self.fallen.copy_(torch.where((fall > 0) & begun, self.fallen + fall, 0.0))
+        self.fallen.copy_(torch.where((fall > 0) & begun, c.late * self.fallen + fall, 0.0))
         slow = self.adverse / (1 + (c.in_a_row * noise**4 * divide(self.fallen, self.largest)) ** 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + slow), ramp)
         worth = (record / 0.01).clamp(0, 1)
