@@ -161,7 +161,8 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
         m, r, R, together = zero, zero, 0.0, 0.0
     elif S == 0:
-        s, v, together = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 0.0
+        s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
+        m, r, R, together = zero, zero, 0.0, 0.0
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
