@@ -134,6 +134,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), state.R)
+    outgrown = _divide(state.R, R)  # the largest until now, as a part of the largest
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
@@ -142,14 +143,14 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
     # A fall larger than any before: what was counted when less was at stake counts as much less.
-    v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
+    v = v * xp.where(fall > state.R, outgrown, 1.0)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     # In noise, steps in a row along Δ that come to as much as the largest are not chance: what was
     # counted before, when there was nothing to see, counts for less.
     noise = _max(1 - m**2, 0.0) ** 2  # 0 where cosines come close to 1
-    C = xp.where(fall > 0, SHORT * state.C * _divide(state.R, R) + record, 0.0)
+    C = xp.where(fall > 0, SHORT * state.C * outgrown + record, 0.0)
     slow = v / (1 + (2 * noise**2 * C) ** 2)
     gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
     worth = xp.clip(record / LEAST, 0.0, 1.0)

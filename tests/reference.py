@@ -125,11 +125,11 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     slope = delta @ g
     sizes = D * np.linalg.norm(g)
     cosine = -slope / sizes if sizes > 0 else 0.0
-    fall, together = -S * slope, state.get("together", 0.0)
+    fall = -S * slope
     if fall > R:
         v *= R / fall
     R = max(R, abs(fall))
-    together = 0.95 * together + fall if fall > 0 else 0.0
+    together = 0.95 * state.get("together", 0.0) + fall if fall > 0 else 0.0
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
@@ -157,12 +157,11 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
     s = s * by
     if U_before > 0:
         s = s * U_before / U
-    if count * 1.1 < x.size:  # all of it is new: the ramp begins
-        s, v, grown, count = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero, 1.0, x.size
-        m, r, R, together = zero, zero, 0.0, 0.0
-    elif S == 0:
-        s, v = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), zero
-        m, r, R, together = zero, zero, 0.0, 0.0
+    is_new = count * 1.1 < x.size
+    if is_new or S == 0:  # the ramp begins, with nothing of what was before
+        s, grown = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), 1.0
+        m, v, r, R, together = zero, zero, zero, 0.0, 0.0
+    count = x.size if is_new else count
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0

@@ -282,6 +282,11 @@ def fixed(h, cosine=0.5, **more):
     )
 
 
+def gain(v, together=0.0, noise=1.0):
+    """k after the ramp; `together` is what the steps in a row along Δ come to, of the largest."""
+    return 2 / (2 + v / (1 + (2 * noise**4 * together) ** 2))
+
+
 RAMP = [fixed(-1.0)] * 8
 
 
@@ -311,8 +316,8 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     last = run(Options(), [*ramp, *against])[0][-1]
     for much in (0.5, 1.0, 3.0, 100.0):  # of the largest fall: a larger one makes them count less
         S = sizes(Options(), [*ramp, *against, fixed(-much * last.R / last.s.sum(), 1e-5)])
-        gain = 2 / (2 + steps / max(1, much) / (1 + 4 * min(1, much) ** 2))
-        assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-7)
+        k = gain(steps / max(1, much), min(1, much))
+        assert S[-1] / S[-2] == pytest.approx(1 + k, rel=1e-7)
 
 
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
@@ -322,10 +327,9 @@ def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(lar
     last = run(Options(betas=(1.0,)), steps)[0][-1]
     h, noise = last.r[0] / last.s.sum(), 1 - largest**2
     rise, fall = (sizes(Options(betas=(1.0,)), [*steps, fixed(g, largest)]) for g in (-h, h))
-    gain = 2 / (2 + last.v[0] / (1 + (2 * noise**4 * last.r[0] / last.R) ** 2))
-    assert rise[-1] / rise[-2] == pytest.approx(1 + gain + (noise * largest) ** 2, rel=1e-9)
-    gain = 2 / (2 + last.v[0])
-    assert fall[-2] / fall[-1] == pytest.approx(1 + gain + largest**4, rel=1e-9)
+    k = gain(last.v[0], last.r[0] / last.R, noise)
+    assert rise[-1] / rise[-2] == pytest.approx(1 + k + (noise * largest) ** 2, rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + gain(last.v[0]) + largest**4, rel=1e-9)
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 1.0])  # of the largest
@@ -340,14 +344,12 @@ def test_steps_in_a_row_along_the_displacement_make_the_tuner_quicker(along, par
         steps.append(fixed(-part * last.R / last.s.sum(), 1e-5))
         S = sizes(Options(), steps)
         together = 0.95 * together + part
-        gain = 2 / (2 + last.v[0] / (1 + (2 * together) ** 2))
-        assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
+        assert S[-1] / S[-2] == pytest.approx(1 + gain(last.v[0], together), rel=1e-6)
     # One against it, and they count no more.
     last = run(Options(), [*steps, fixed(1e-9, 1e-5)])[0][-1]
     assert last.C == 0
     S = sizes(Options(), [*steps, fixed(1e-9, 1e-5), fixed(-part * last.R / last.s.sum(), 1e-5)])
-    gain = 2 / (2 + last.v[0] / (1 + (2 * part) ** 2))
-    assert S[-1] / S[-2] == pytest.approx(1 + gain, rel=1e-6)
+    assert S[-1] / S[-2] == pytest.approx(1 + gain(last.v[0], part), rel=1e-6)
 
 
 def test_steps_in_a_row_count_as_parts_of_the_largest():
@@ -413,11 +415,10 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     last = run(options, steps)[0][-1]
     h = part * tuner.LEAST * last.R / last.s.sum()
     rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
-    much, gain = part * tuner.LEAST * last.R / last.r[0], 2 / (2 + last.v[0])
+    much, noise = part * tuner.LEAST * last.R / last.r[0], 1 - 0.5**2
     rest = 1 - 0.5**2 * (1 - much)
-    quicker = 2 / (2 + last.v[0] / (1 + (2 * (1 - 0.5**2) ** 4 * part * tuner.LEAST) ** 2))
-    toward = quicker * rest + (1 - 0.5**2) ** 2 * much * 0.5**2
-    against = gain * rest + 0.5**2 * much * 0.5**2
+    toward = gain(last.v[0], part * tuner.LEAST, noise) * rest + noise**2 * much * 0.5**2
+    against = gain(last.v[0]) * rest + 0.5**2 * much * 0.5**2
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * toward, rel=1e-9)
     assert fall[-2] / fall[-1] == pytest.approx(1 + part * against, rel=1e-9)
 

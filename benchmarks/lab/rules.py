@@ -278,7 +278,7 @@ class Now(Tuned):
         "window": 0.99,  # how long a largest cosine counts
         "rises": 0.25,  # the power of a change by which the walk so far is multiplied
         "falls": 0.5,
-        "late": 0.95,  # how long a largest fall counts, for the brake
+        "late": 0.95,  # how long a largest fall counts for the brake, and falls in a row
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
