@@ -129,7 +129,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     is_new = sums.d > ADDED * state.M
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where there is none
 
-    h = _signal(options, S, sums)
+    h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
     cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg)))
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
@@ -262,12 +262,13 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     return _divide(START * size, U), U
 
 
-def _signal(options: Options, S: Array, sums: Sums) -> Array:
-    """Algorithm 1, line 10. The decay is 0 where the parameters are."""
+def _signal(options: Options, weight: Array, sums: Sums) -> Array:
+    """Algorithm 1, line 10, where the weight is S. The decay is 0 where the parameters are."""
     if options.s_decay == 0:
         return sums.dg
     xp = namespace(sums.dg)
-    return sums.dg + options.s_decay * S * xp.sqrt(sums.gg) * _divide(sums.dx, xp.sqrt(sums.xx))
+    decay = xp.sqrt(sums.gg) * _divide(sums.dx, xp.sqrt(sums.xx))
+    return sums.dg + options.s_decay * weight * decay
 
 
 class ProvableState(NamedTuple):

@@ -107,7 +107,7 @@ def algorithm1(
     return s, 1.0
 
 
-def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
+def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0):
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     beta = np.asarray(betas)
@@ -122,7 +122,8 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf):
         U = max(U, np.linalg.norm(u))
         state["measured"] = state["rate"]
 
-    slope = delta @ g
+    norm = np.linalg.norm(x)
+    slope = delta @ g + (decay * np.linalg.norm(g) * (delta @ x) / norm if norm > 0 else 0.0)
     sizes = D * np.linalg.norm(g)
     cosine = -slope / sizes if sizes > 0 else 0.0
     fall = -S * slope

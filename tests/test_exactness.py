@@ -191,6 +191,16 @@ def test_parameters_that_start_at_zero(preset):
     assert_same(trajectory, expect(problem, base, preset, x0=x0), TOLERANCE[preset])
 
 
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("base", ["momentum", "adamw"])
+def test_a_decay_in_the_default_rule(problem, base):
+    problem, base = PROBLEMS[problem], BASES[base]
+    trajectory = train(problem, base, torch.float64, s_decay=0.05)
+    expected = expect(problem, base, "default", options={"decay": 0.05})
+    assert_same(trajectory, expected, TOLERANCE["default"])
+    assert not np.allclose(expected[1], expect(problem, base, "default")[1], rtol=0.01)
+
+
 @pytest.mark.parametrize("preset", ["paper", "default"])
 def test_a_cap(preset):
     problem, base = PROBLEMS["wine"], BASES["adamw"]

@@ -40,7 +40,9 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
 
 
-def train(base, lr, *, make=linear, steps=300, cosine=False, loss_scale=1.0, group=None):
+def train(
+    base, lr, *, make=linear, steps=300, cosine=False, loss_scale=1.0, group=None, s_decay=0.0
+):
     """The effective learning rate S·lr after every step, and the last parameters.
 
     `group` makes the optimizer's groups from the list of parameters.
@@ -48,7 +50,8 @@ def train(base, lr, *, make=linear, steps=300, cosine=False, loss_scale=1.0, gro
     torch.manual_seed(0)
     model = make()
     params = list(model.parameters())
-    optimizer = mechanize(BASES[base](params if group is None else group(params), lr=lr))
+    groups = params if group is None else group(params)
+    optimizer = mechanize(BASES[base](groups, lr=lr), s_decay=s_decay)
     if cosine:  # down to a hundredth: the typed rate is the largest, and the last is not 0
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 100)
     features, labels = digits()
@@ -90,6 +93,14 @@ def test_typed_lr(base, lr):
 def test_typed_lr_under_a_schedule(base, lr):
     expected = at_one(base, cosine=True)
     assert_same(train(base, lr, cosine=True), expected, 1e-8)
+    assert not np.allclose(expected[0], at_one(base)[0], rtol=0.05)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e4])
+@pytest.mark.parametrize("base", ["adamw", "momentum"])
+def test_typed_lr_with_a_decay(base, lr):
+    expected = train(base, 1.0, s_decay=0.01)
+    assert_same(train(base, lr, s_decay=0.01), expected, 1e-8)
     assert not np.allclose(expected[0], at_one(base)[0], rtol=0.05)
 
 

@@ -365,8 +365,8 @@ def test_steps_in_a_row_count_as_parts_of_the_largest():
 
 
 def test_a_decay_in_float32_makes_no_nan():
-    """With one, h is more than ⟨Δ, g⟩, and what stands for a cosine may be 1e7."""
-    options, u = Options(s_decay=0.01), 1e-12
+    """With one, h is more than ⟨Δ, g⟩, and what stands for a cosine may be as large as λ."""
+    options, u = Options(s_decay=1e7), 1e-12
     state = tuner.init(options, np.array(options.betas, dtype=np.float32))
     for t in range(40):
         sums = tuner.Sums(

@@ -82,7 +82,7 @@ def mechanize(
         optimizer: an optimizer, which is changed in place and returned, or a class of them.
         preset: the rule: the `default`, or `paper`, `mechanic-pytorch` or `optax` as published.
         s_init: the first scale: a number, or `"relative"` to the problem.
-        s_decay: the paper's λ.
+        s_decay: the paper's λ; in the default rule without the paper's factor S beside it.
         betas: the discounts of the tuners.
         max_scale: a cap: the effective lr is at most this many times the lr that is typed.
         skip_nonfinite: skip a step whose gradients hold NaN or inf, as a whole.

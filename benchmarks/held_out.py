@@ -1,0 +1,368 @@
+"""Mechanic beside sweeps and Prodigy on tasks that no rule was ever chosen by.
+
+    python benchmarks/held_out.py --jobs 2        # some 20 minutes on two cores
+
+Regression, an autoencoder, a convnet with batch norm, a VAE, a GRU, matrix completion, modular
+addition, a curve without noise, character n-grams and a transformer that reverses sequences, each
+with SGD, AdamW and Lion, on data that scikit-learn and Python bring along or that is drawn. Excess
+is in % of what training gained over the best of nine half decades, of the train loss, with three
+seeds; the test losses beside it are those of the same runs, where there is a test set.
+"""
+
+import argparse
+import csv
+import math
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import mean, median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes, load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from mechanic.bench.data import Data
+from mechanic.bench.methods import METHODS
+from mechanic.bench.task import (
+    Problem,
+    Setting,
+    Task,
+    cosine,
+    half_decades,
+    linear,
+    shuffled,
+)
+from mechanic.bench.train import DivergedError, train
+
+SEEDS = range(3)
+GRIDS = {"sgd": half_decades(-3, 1), "adamw": half_decades(-4, 0), "lion": half_decades(-5, -1)}
+STEPS = 500
+CPU = torch.device("cpu")
+Pair = tuple[Tensor, Tensor]
+Loss = Callable[[Pair], Tensor]
+
+
+def problem(
+    model: nn.Module,
+    loss: Loss,
+    pairs: Iterator[Pair],
+    sets: Mapping[str, Pair],
+    schedule: Callable[[float], float],
+) -> Problem:
+    """`sets` are those to evaluate on, by the name of the loss."""
+
+    def evaluate() -> dict[str, float]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # for a VAE's noise
+            return {name: float(loss(pair)) for name, pair in sets.items()}
+
+    return Problem(model, pairs, loss, evaluate, STEPS, schedule)
+
+
+def of_a_set(
+    model: nn.Module,
+    loss: Loss,
+    data: Pair,
+    batch: int,
+    seed: int,
+    schedule: Callable[[float], float],
+    tested: float = 0.25,
+) -> Problem:
+    """Batches of a set of which a part is kept for the test."""
+    order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(0))
+    count = int(len(order) * (1 - tested))
+    x, y = (part[order[:count]] for part in data)
+    sets = {"train_loss": (x, y)}
+    if tested:
+        sets["test_loss"] = (data[0][order[count:]], data[1][order[count:]])
+    pairs = ((x[index], y[index]) for index in shuffled(count, batch, seed, CPU))
+    return problem(model, loss, pairs, sets, schedule)
+
+
+def layers(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    parts = [nn.Linear(*pair) for pair in pairwise(widths)]
+    return nn.Sequential(*(m for part in parts for m in (part, activation())))[:-1]
+
+
+def digits() -> Pair:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+
+
+def regression(seed: int) -> Problem:
+    x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
+    x, y = x / x.std(0), (y - y.mean()) / y.std()
+    model = layers(10, 64, 64, 1)
+    return of_a_set(
+        model, lambda p: F.mse_loss(model(p[0])[:, 0], p[1]), (x, y), 32, seed, cosine(0.05)
+    )
+
+
+def autoencoder(seed: int) -> Problem:
+    x, _ = digits()
+    model = layers(64, 64, 16, 64, 64)
+    return of_a_set(model, lambda p: F.mse_loss(model(p[0]), p[1]), (x, x), 64, seed, linear())
+
+
+def convnet(seed: int) -> Problem:
+    x, y = digits()
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(512, 10)),
+    )
+    data = x.view(-1, 1, 8, 8), y
+    return of_a_set(
+        model, lambda p: F.cross_entropy(model(p[0]), p[1]), data, 64, seed, cosine(0.05)
+    )
+
+
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers(64, 64, 16), layers(8, 64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The evidence bound, in nats an image."""
+        centre, log_variance = self.encoder(x).chunk(2, 1)
+        code = centre + torch.randn_like(centre) * (log_variance / 2).exp()
+        misfit = F.binary_cross_entropy_with_logits(self.decoder(code), x, reduction="sum")
+        apart = 0.5 * (centre**2 + log_variance.exp() - log_variance - 1).sum()
+        return (misfit + apart) / len(x)
+
+
+def variational(seed: int) -> Problem:
+    x, _ = digits()
+    model = Variational()
+    return of_a_set(model, lambda p: model(p[0]), (x, x), 64, seed, cosine())
+
+
+class Adder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(2, 32, batch_first=True), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])[:, 0]
+
+
+def adding(seed: int) -> Problem:
+    """The sum of the two numbers of 15 that are marked."""
+
+    def draw(count: int, generator: torch.Generator) -> Pair:
+        values = torch.rand(count, 15, generator=generator)
+        marks = torch.rand(count, 15, generator=generator).argsort(1) < 2
+        return torch.stack([values, marks.float()], 2), (values * marks).sum(1)
+
+    model, generator = Adder(), torch.Generator().manual_seed(seed)
+    pairs = iter(lambda: draw(64, generator), None)
+    fixed = draw(512, torch.Generator().manual_seed(99))
+    return problem(
+        model, lambda p: F.mse_loss(model(p[0]), p[1]), pairs, {"train_loss": fixed}, linear(0.05)
+    )
+
+
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(200, 8), nn.Embedding(150, 8)
+        for part in (self.rows, self.columns):
+            nn.init.normal_(part.weight, std=0.1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return (self.rows(index[:, 0]) * self.columns(index[:, 1])).sum(1)
+
+
+def completion(seed: int) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, 5, generator=generator) for size in (200, 150))
+    full = left @ right.T / math.sqrt(5) + 0.1 * torch.randn(200, 150, generator=generator)
+    index = torch.randperm(30_000, generator=generator)[:8000]
+    index = torch.stack([index // 150, index % 150], 1)
+    model, values = Factors(), full[index[:, 0], index[:, 1]]
+    return of_a_set(
+        model, lambda p: F.mse_loss(model(p[0]), p[1]), (index, values), 256, seed, linear()
+    )
+
+
+def modular(seed: int) -> Problem:
+    a, b = torch.meshgrid(torch.arange(23), torch.arange(23), indexing="ij")
+    x, y = torch.stack([a.flatten(), b.flatten()], 1), ((a + b) % 23).flatten()
+    model = nn.Sequential(nn.Embedding(23, 32), nn.Flatten(), *layers(64, 128, 23))
+    return of_a_set(
+        model, lambda p: F.cross_entropy(model(p[0]), p[1]), (x, y), 64, seed, cosine(), tested=0.0
+    )
+
+
+def curve(seed: int) -> Problem:
+    """All points in every batch: no noise."""
+    x = torch.linspace(-1, 1, 256)[:, None]
+    y = x * torch.sin(8 * x)
+    model = layers(1, 64, 64, 1, activation=nn.Tanh)
+    return of_a_set(
+        model, lambda p: F.mse_loss(model(p[0]), p[1]), (x, y), 256, seed, cosine(), tested=0.0
+    )
+
+
+def characters(seed: int) -> Problem:
+    """The next character after five, in Python's manual."""
+    text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")[:100_000]
+    codes = torch.tensor(np.frombuffer(text, np.uint8).astype(np.int64))
+    windows = codes.unfold(0, 6, 5)
+    model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), *layers(80, 128, 128))
+    data = windows[:, :5], windows[:, 5]
+    return of_a_set(
+        model, lambda p: F.cross_entropy(model(p[0]), p[1]), data, 128, seed, linear(0.05)
+    )
+
+
+class Reverser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(10, 32), nn.Linear(32, 10)
+        self.places = nn.Parameter(0.1 * torch.randn(8, 32))
+        self.block = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.tokens(x) + self.places)).transpose(1, 2)
+
+
+def reversal(seed: int) -> Problem:
+    def draw(count: int, generator: torch.Generator) -> Pair:
+        x = torch.randint(10, (count, 8), generator=generator)
+        return x, x.flip(1)
+
+    model, generator = Reverser(), torch.Generator().manual_seed(seed)
+    pairs = iter(lambda: draw(64, generator), None)
+    fixed = draw(512, torch.Generator().manual_seed(99))
+    return problem(
+        model,
+        lambda p: F.cross_entropy(model(p[0]), p[1]),
+        pairs,
+        {"train_loss": fixed},
+        cosine(0.05),
+    )
+
+
+BUILDERS = {
+    "regression, diabetes": regression,
+    "autoencoder, digits": autoencoder,
+    "convnet, digits": convnet,
+    "VAE, digits": variational,
+    "GRU, adding": adding,
+    "matrix completion": completion,
+    "modular addition": modular,
+    "a curve, no noise": curve,
+    "characters, manual": characters,
+    "transformer, reversal": reversal,
+}
+
+
+class Run(NamedTuple):
+    task: str
+    base: str
+    method: str
+    lr: float
+    seed: int
+
+
+def runs() -> list[Run]:
+    return [
+        Run(task, base, method, lr, seed)
+        for task in BUILDERS
+        for seed in SEEDS
+        for base, method, lr in (
+            *((base, base, lr) for base, lrs in GRIDS.items() for lr in lrs),
+            *((base, "mechanic", 1.0) for base in GRIDS),
+            ("", "prodigy", 1.0),
+        )
+    ]
+
+
+def execute(run: Run) -> tuple[float, float, float]:
+    """The loss before, the one after, and that of the test; infinite where it diverged."""
+    torch.set_num_threads(1)
+
+    def build(setting: Setting) -> Problem:
+        torch.manual_seed(setting.seed)
+        return BUILDERS[run.task](setting.seed)
+
+    task = Task("", run.task, GRIDS, build, "", "", ("text", ""))
+    setting = Setting("short", run.seed, CPU, Data())
+    try:
+        outcome = train(task, METHODS[run.method], run.base, run.lr, setting)
+    except DivergedError:
+        return math.nan, math.inf, math.inf
+    metrics = outcome.metrics
+    return outcome.start_loss, metrics["train_loss"], metrics.get("test_loss", math.nan)
+
+
+def report(found: Mapping[Run, tuple[float, float, float]]) -> None:
+    print(
+        "| task | base | best lr | its loss, test | Mechanic, test | excess, each seed | Prodigy |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    every: dict[str, list[float]] = defaultdict(list)
+    for task in BUILDERS:
+        start = mean(v[0] for run, v in found.items() if run.task == task and v[0] == v[0])
+
+        def ends(base: str, method: str, lr: float, place: int, task: str = task) -> list[float]:
+            return [found[Run(task, base, method, lr, seed)][place] for seed in SEEDS]
+
+        for base, lrs in GRIDS.items():
+            lr = min(lrs, key=lambda lr, base=base: mean(ends(base, base, lr, 1)))  # type: ignore[misc]
+            best = mean(ends(base, base, lr, 1))
+
+            def excess(end: float, best: float = best, start: float = start) -> float:
+                return min(100.0, 100 * (end - best) / (start - best))
+
+            own = [excess(end) for end in ends(base, "mechanic", 1.0, 1)]
+            peer = mean(excess(end) for end in ends("", "prodigy", 1.0, 1))
+            every["Mechanic"].append(mean(own))
+            every["Prodigy"].append(peer)
+            edge = " (edge)" if lr in (lrs[0], lrs[-1]) else ""
+            tests = (mean(ends(base, *at, 2)) for at in ((base, lr), ("mechanic", 1.0)))
+            first, second = ("" if math.isnan(loss) else f", {loss:.4g}" for loss in tests)
+            each = ", ".join(f"{value:+.1f}" for value in own)
+            print(
+                f"| {task} | {base} | {lr:.0e}{edge} | {best:.4g}{first} "
+                f"| {mean(ends(base, 'mechanic', 1.0, 1)):.4g}{second} "
+                f"| **{mean(own):+.1f}** ({each}) | {peer:+.1f} |"
+            )
+    for name, values in every.items():
+        over = sum(value > 2 for value in values)
+        print(
+            f"\n{name}: mean {mean(values):+.2f} %, median {median(values):+.2f}, "
+            f"worst {max(values):+.1f}; {over} of {len(values)} rows above 2 %."
+        )
+    rows = zip(every["Mechanic"], every["Prodigy"], strict=True)
+    print(f"\nMechanic ends lower than Prodigy on {sum(a < b for a, b in rows)} rows.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--runs", type=Path, help="write every run to this CSV file")
+    asked = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()}, seeds 0 to 2, {STEPS} steps\n")
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        found = dict(zip(runs(), pool.map(execute, runs(), chunksize=4), strict=True))
+    if asked.runs:
+        with asked.runs.open("w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow([*Run._fields, "start_loss", "train_loss", "test_loss"])
+            table.writerows([*run, *losses] for run, losses in found.items())
+    report(found)
+
+
+if __name__ == "__main__":
+    main()
