@@ -267,8 +267,8 @@ def _signal(options: Options, weight: Array, sums: Sums) -> Array:
     if options.s_decay == 0:
         return sums.dg
     xp = namespace(sums.dg)
-    decay = xp.sqrt(sums.gg) * _divide(sums.dx, xp.sqrt(sums.xx))
-    return sums.dg + options.s_decay * weight * decay
+    decay = options.s_decay * weight * xp.sqrt(sums.gg)
+    return sums.dg + decay * _divide(sums.dx, xp.sqrt(sums.xx))
 
 
 class ProvableState(NamedTuple):

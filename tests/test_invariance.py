@@ -77,8 +77,8 @@ def assert_same(trajectory, expected, tolerance):
 
 
 @functools.cache
-def at_one(base, cosine=False):
-    return train(base, 1.0, cosine=cosine)
+def at_one(base, **options):
+    return train(base, 1.0, **options)
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-4, 1e-2, 1e2, 1e4, 1e6])
@@ -99,7 +99,7 @@ def test_typed_lr_under_a_schedule(base, lr):
 @pytest.mark.parametrize("lr", [1e-4, 1e4])
 @pytest.mark.parametrize("base", ["adamw", "momentum"])
 def test_typed_lr_with_a_decay(base, lr):
-    expected = train(base, 1.0, s_decay=0.01)
+    expected = at_one(base, s_decay=0.01)
     assert_same(train(base, lr, s_decay=0.01), expected, 1e-8)
     assert not np.allclose(expected[0], at_one(base)[0], rtol=0.05)
 
