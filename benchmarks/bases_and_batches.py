@@ -125,10 +125,11 @@ def train(
     for step in range(row.steps):
         if row.noise:
             rows = torch.randint(len(x), (row.batch,), generator=order)
-            noise = row.noise * torch.randn(row.batch, 64, generator=order)
+            pixels = x[rows] + row.noise * torch.randn(row.batch, 64, generator=order)
         else:
-            rows, noise = torch.randperm(len(x), generator=order)[: row.batch], torch.zeros(64)
-        loss = F.cross_entropy(model(x[rows] + noise), y[rows])
+            rows = torch.randperm(len(x), generator=order)[: row.batch]
+            pixels = x[rows]
+        loss = F.cross_entropy(model(pixels), y[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -3,33 +3,19 @@
     python benchmarks/default_rule.py        # seconds: it trains nothing
 
 Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "Z") and what
-`mechanic bench` has kept of sweeps and peers (`results/bench/`). Excess is in % of what training
-gained over the best of the sweep, of the train loss; a run that ended above its start counts as
-100.
+`mechanic bench` has kept of sweeps and peers (`results/bench/`), and scores them as `mechanic
+report` does.
 """
 
 import csv
-from collections import defaultdict
 from pathlib import Path
-from statistics import mean, median
-from typing import NamedTuple
+from statistics import fmean, median
+
+from mechanic.bench.record import Run
+from mechanic.bench.score import Row, compare, final_losses, gain, summarize
 
 RESULTS = Path(__file__).with_name("results")
-PEERS = (
-    *("prodigy", "dadaptation", "schedulefree-sgd", "mechanic-pytorch", "ldog", "dog"),
-    *("schedulefree-adamw", "dadaptation-lion"),
-)
-
-
-class Row(NamedTuple):
-    suite: str
-    task: str
-    base: str
-
-
-class Losses(NamedTuple):
-    train: float
-    test: float
+TYPED = (1e-4, 1.0, 1e4)
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -37,88 +23,91 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def number(text: str) -> float:
-    return float(text or "nan")
+def others() -> list[Run]:
+    """The sweeps and peers."""
+    return [
+        Run(
+            *(line[name] for name in ("suite", "task", "budget", "method", "kind", "base")),  # type: ignore[arg-type]
+            lr=float(line["lr"]),
+            seed=int(line["seed"]),
+            status=line["status"],  # type: ignore[arg-type]
+            start_loss=float(line["start_loss"]),
+            metrics={
+                key.removeprefix("metrics."): float(value)
+                for key, value in line.items()
+                if key.startswith("metrics.") and value
+            },
+        )
+        for folder in ("short_h200", "convex_cpu")
+        for line in read(f"bench/{folder}/runs.csv")
+        if line["kind"] != "mechanic"
+    ]
 
 
-def score(text: str) -> float:
-    """In a summary: a number, or why there is none."""
-    try:
-        return min(100.0, float(text))
-    except ValueError:
-        return 100.0
+def own(suites: dict[str, str]) -> list[Run]:
+    """Those of the rule as it ships, on the tasks of these suites."""
+    return [
+        Run(
+            *(suites[line["task"]], line["task"], "short", "mechanic", "mechanic", line["base"]),
+            lr=float(line["lr"]),
+            seed=int(line["seed"]),
+            status="done",
+            start_loss=float(line["start_loss"]),
+            metrics={key: float(line[key]) for key in ("train_loss", "test_loss") if line[key]},
+        )
+        for line in read("default_rule.csv")
+        if line["rule"] == "Z" and line["length"] == "1" and not line["adapters"]
+        if line["task"] in suites
+    ]
 
 
-def own_runs() -> dict[tuple[str, str, float], list[Losses]]:
-    """By task, base and typed lr, in the order of seeds."""
-    found = defaultdict(list)
-    for run in read("default_rule.csv"):
-        if run["rule"] == "Z" and run["length"] == "1" and not run["adapters"]:
-            key = run["task"], run["base"], float(run["lr"])
-            found[key].append(Losses(float(run["train_loss"]), number(run["test_loss"])))
-    return found
+def show(row: Row, runs: list[Run]) -> str:
+    """A row of the first table; `runs` are the rule's at all typed lrs."""
+    assert row.sweep is not None
+    best, gained = fmean(final_losses(row.sweep.best).values()), gain(row.sweep)
 
+    def excess(lr: float) -> list[float]:
+        here = [run for run in runs if (run.task, run.base, run.lr) == (row.task, row.base, lr)]
+        return [100 * (end - best) / gained for end in final_losses(here).values()]
 
-def test_of_the_best(row: Row, lr: float) -> float:
-    """The test loss of a sweep's best, which is the best by its train loss."""
-    return mean(
-        number(run["metrics.test_loss"])
-        for folder in ("convex_cpu", "short_h200")
-        for run in read(f"bench/{folder}/runs.csv")
-        if (run["task"], run["base"], run["method"]) == (row.task, row.base, row.base)
-        and float(run["lr"]) == lr
+    typed = ", ".join(f"{found[0]:+.2f}" if found else "not run" for found in map(excess, TYPED))
+    each = excess(1.0)
+    tests = (
+        f"{fmean(final_losses(found, 'test_loss').values()):.4g}"
+        for found in (row.results[0].runs, row.sweep.best)
     )
+    cells = [
+        *(row.task, row.base, f"{fmean(each):+.2f}", ", ".join(f"{one:+.2f}" for one in each)),
+        *(typed, *tests),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    summary = {
-        Row(line["suite"], line["task"], line["base"]): line
-        for folder in ("short_h200", "convex_cpu")
-        for line in read(f"bench/{folder}/summary.csv")
-    }
-    own, scores = own_runs(), {}
+    bench = others()
+    ours = own({run.task: run.suite for run in bench})
+    (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])
     print("| task | base | excess | each seed | 1e-4, 1, 1e4 (seed 0) | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
-    for row, line in summary.items():
-        best, start = float(line["best_loss"]), float(line["start_loss"])
-        each = {
-            lr: [100 * (run.train - best) / (start - best) for run in own[row.task, row.base, lr]]
-            for lr in (1e-4, 1.0, 1e4)
-        }
-        scores[row] = mean(each[1.0])
-        test = mean(run.test for run in own[row.task, row.base, 1.0])
-        seeds = ", ".join(f"{value:+.2f}" for value in each[1.0])
-        typed = ", ".join(f"{values[0]:+.2f}" if values else "not run" for values in each.values())
-        print(
-            f"| {row.task} | {row.base} | {scores[row]:+.2f} | {seeds} | {typed} "
-            f"| {test:.4g} | {test_of_the_best(row, float(line['best_lr'])):.4g} |"
-        )
-
-    ranks, excess = defaultdict(list), defaultdict(list)
-    for row, line in summary.items():
-        values = {"mechanic": scores[row]}
-        values |= {peer: score(line[peer]) for peer in PEERS if line.get(peer)}
-        for method, value in values.items():
-            below = sum(other < value for other in values.values())
-            equal = sum(other == value for other in values.values())
-            ranks[method].append(below + (equal + 1) / 2)
-            excess[method].append(value)
+    for row in comparison.scored:
+        print(show(row, ours))
     print("\n| method | rows | mean rank | mean excess |\n|---|---|---|---|")
-    for method in ("mechanic", *PEERS):
-        shown = f"{mean(ranks[method]):.2f} | {mean(excess[method]):+.1f}"
-        print(f"| {method} | {len(ranks[method])} | {shown} |")
+    for summary in summarize(comparison):
+        found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
+        print(f"| {summary.method.label} | {summary.rows} | {found} |")
+        if summary.method == comparison.default:
+            suites = fmean(summary.by_suite.values())
 
-    suites = defaultdict(list)
-    for row, value in scores.items():
-        suites[row.suite].append(value)
-    networks = [value for row, value in scores.items() if row.suite != "convex"]
-    convex = suites["convex"]
-    print(f"\nNetworks {mean(networks):+.2f}, worst {max(networks):+.1f}.")
-    print(f"Convex {mean(convex):+.2f}, median {median(convex):+.2f}, worst {max(convex):+.1f}.")
-    print(
-        f"Mean of suites {mean(map(mean, suites.values())):+.2f}, of rows "
-        f"{mean(scores.values()):+.2f}; above 2 %: {sum(v > 2 for v in scores.values())} rows."
-    )
+    scores = [row.results[0].counted for row in comparison.scored]
+    for name, is_convex in (("Networks", False), ("Convex", True)):
+        part = [
+            score
+            for row, score in zip(comparison.scored, scores, strict=True)
+            if (row.suite == "convex") == is_convex
+        ]
+        print(f"\n{name} {fmean(part):+.2f}, median {median(part):+.2f}, worst {max(part):+.1f}.")
+    above = sum(score > 2 for score in scores)
+    print(f"\nMean of suites {suites:+.2f}, of rows {fmean(scores):+.2f}; above 2 %: {above} rows.")
 
 
 if __name__ == "__main__":

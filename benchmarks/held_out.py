@@ -10,16 +10,16 @@ seeds; the test losses beside it are those of the same runs, where there is a te
 """
 
 import argparse
-import csv
 import math
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
-from statistics import mean, median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
+from mechanic.bench.record import Run
+from mechanic.bench.report.text import runs_csv
+from mechanic.bench.score import compare, final_losses, gain, summarize
 from mechanic.bench.task import (
     Problem,
     Setting,
@@ -267,85 +270,83 @@ BUILDERS = {
 }
 
 
-class Run(NamedTuple):
+def seeded(builder: Callable[[int], Problem], setting: Setting) -> Problem:
+    torch.manual_seed(setting.seed)
+    return builder(setting.seed)
+
+
+TASKS = {
+    name: Task("held out", name, GRIDS, partial(seeded, builder), "test_loss", "", ("text", ""))
+    for name, builder in BUILDERS.items()
+}
+
+
+class Cell(NamedTuple):
     task: str
-    base: str
     method: str
+    base: str
     lr: float
     seed: int
 
 
-def runs() -> list[Run]:
+def cells() -> list[Cell]:
     return [
-        Run(task, base, method, lr, seed)
-        for task in BUILDERS
+        Cell(name, method, base, lr, seed)
+        for name, task in TASKS.items()
         for seed in SEEDS
-        for base, method, lr in (
-            *((base, base, lr) for base, lrs in GRIDS.items() for lr in lrs),
-            *((base, "mechanic", 1.0) for base in GRIDS),
-            ("", "prodigy", 1.0),
-        )
+        for method in (*GRIDS, "mechanic", "prodigy")
+        for base, lrs in METHODS[method].cells(task, (1.0,)).items()
+        for lr in lrs
     ]
 
 
-def execute(run: Run) -> tuple[float, float, float]:
-    """The loss before, the one after, and that of the test; infinite where it diverged."""
+def execute(cell: Cell) -> Run:
     torch.set_num_threads(1)
-
-    def build(setting: Setting) -> Problem:
-        torch.manual_seed(setting.seed)
-        return BUILDERS[run.task](setting.seed)
-
-    task = Task("", run.task, GRIDS, build, "", "", ("text", ""))
-    setting = Setting("short", run.seed, CPU, Data())
+    task, method = TASKS[cell.task], METHODS[cell.method]
+    setting = Setting("short", cell.seed, CPU, Data())
+    about = (task.suite, task.name, setting.budget, method.name, method.kind, *cell[2:])
     try:
-        outcome = train(task, METHODS[run.method], run.base, run.lr, setting)
-    except DivergedError:
-        return math.nan, math.inf, math.inf
-    metrics = outcome.metrics
-    return outcome.start_loss, metrics["train_loss"], metrics.get("test_loss", math.nan)
+        outcome = train(task, method, cell.base, cell.lr, setting)
+    except DivergedError as error:
+        return Run(*about, "diverged", str(error))
+    return Run(*about, "done", start_loss=outcome.start_loss, metrics=outcome.metrics)
 
 
-def report(found: Mapping[Run, tuple[float, float, float]]) -> None:
+def loss_and_test(runs: Sequence[Run]) -> str:
+    losses = (final_losses(runs, metric) for metric in ("train_loss", "test_loss"))
+    return ", ".join(f"{fmean(found.values()):.4g}" for found in losses if found)
+
+
+def report(runs: Iterable[Run]) -> None:
+    (comparison,) = compare(runs)
     print(
         "| task | base | best lr | its loss, test | Mechanic, test | excess, each seed | Prodigy |"
     )
     print("|---|---|---|---|---|---|---|")
-    every: dict[str, list[float]] = defaultdict(list)
-    for task in BUILDERS:
-        start = mean(v[0] for run, v in found.items() if run.task == task and v[0] == v[0])
-
-        def ends(base: str, method: str, lr: float, place: int, task: str = task) -> list[float]:
-            return [found[Run(task, base, method, lr, seed)][place] for seed in SEEDS]
-
-        for base, lrs in GRIDS.items():
-            lr = min(lrs, key=lambda lr, base=base: mean(ends(base, base, lr, 1)))  # type: ignore[misc]
-            best = mean(ends(base, base, lr, 1))
-
-            def excess(end: float, best: float = best, start: float = start) -> float:
-                return min(100.0, 100 * (end - best) / (start - best))
-
-            own = [excess(end) for end in ends(base, "mechanic", 1.0, 1)]
-            peer = mean(excess(end) for end in ends("", "prodigy", 1.0, 1))
-            every["Mechanic"].append(mean(own))
-            every["Prodigy"].append(peer)
-            edge = " (edge)" if lr in (lrs[0], lrs[-1]) else ""
-            tests = (mean(ends(base, *at, 2)) for at in ((base, lr), ("mechanic", 1.0)))
-            first, second = ("" if math.isnan(loss) else f", {loss:.4g}" for loss in tests)
-            each = ", ".join(f"{value:+.1f}" for value in own)
-            print(
-                f"| {task} | {base} | {lr:.0e}{edge} | {best:.4g}{first} "
-                f"| {mean(ends(base, 'mechanic', 1.0, 1)):.4g}{second} "
-                f"| **{mean(own):+.1f}** ({each}) | {peer:+.1f} |"
-            )
-    for name, values in every.items():
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in comparison.scored:
+        assert row.sweep is not None
+        best, gained = fmean(final_losses(row.sweep.best).values()), gain(row.sweep)
+        own, peer = row.results
+        for result in row.results:
+            scores[result.method.label].append(result.counted)
+        ends = final_losses(own.runs).values()
+        each = ", ".join(f"{100 * (end - best) / gained:+.1f}" for end in ends)
+        edge = " (edge)" if row.sweep.edge else ""
+        print(
+            f"| {row.task} | {row.base} | {row.sweep.best_lr:.0e}{edge} "
+            f"| {loss_and_test(row.sweep.best)} | {loss_and_test(own.runs)} "
+            f"| **{own.counted:+.1f}** ({each}) | {peer.counted:+.1f} |"
+        )
+    for summary in summarize(comparison):
+        values = scores[summary.method.label]
         over = sum(value > 2 for value in values)
         print(
-            f"\n{name}: mean {mean(values):+.2f} %, median {median(values):+.2f}, "
-            f"worst {max(values):+.1f}; {over} of {len(values)} rows above 2 %."
+            f"\n{summary.method.label}: mean {summary.mean:+.2f} %, median {median(values):+.2f}, "
+            f"worst {summary.worst:+.1f}; {over} of {summary.rows} rows above 2 %."
         )
-    rows = zip(every["Mechanic"], every["Prodigy"], strict=True)
-    print(f"\nMechanic ends lower than Prodigy on {sum(a < b for a, b in rows)} rows.")
+    lower = sum(a < b for a, b in zip(scores["mechanic"], scores["prodigy"], strict=True))
+    print(f"\nMechanic ends lower than Prodigy on {lower} rows.")
 
 
 def main() -> None:
@@ -355,13 +356,10 @@ def main() -> None:
     asked = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()}, seeds 0 to 2, {STEPS} steps\n")
     with ProcessPoolExecutor(asked.jobs) as pool:
-        found = dict(zip(runs(), pool.map(execute, runs(), chunksize=4), strict=True))
+        runs = list(pool.map(execute, cells(), chunksize=4))
     if asked.runs:
-        with asked.runs.open("w", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow([*Run._fields, "start_loss", "train_loss", "test_loss"])
-            table.writerows([*run, *losses] for run, losses in found.items())
-    report(found)
+        asked.runs.write_text(runs_csv(runs), encoding="utf-8")
+    report(runs)
 
 
 if __name__ == "__main__":
