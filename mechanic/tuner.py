@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
 SHORT = 0.95  # how late
-LEAST = 0.01  # below this part of the largest |S·h| of all, the scale changes by as much less
+LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -84,8 +84,10 @@ class State(NamedTuple):
     """‖Δ‖ without the last update"""
     R: Array
     """The largest |S·h| of all (default rule)"""
+    L: Array
+    """R, but that a blow-up counts no more than `OUTLIER` times what was before (default rule)"""
     C: Array
-    """The −S·h of late steps in a row along Δ, together, as a part of R (default rule)"""
+    """The −S·h of late steps in a row along Δ, together, as a part of L (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -97,7 +99,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = zero.sum()
-    return State(beta, m=m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, C=none)
+    return State(beta, m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, L=none, C=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -134,7 +136,10 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), state.R)
-    outgrown = _divide(state.R, R)  # the largest until now, as a part of the largest
+    # One blow-up must not make all that follows look like nothing.
+    most = xp.where(state.L > 0, OUTLIER * state.L, math.inf)
+    L = _max(_max(fall, xp.clip(-fall, None, most)), state.L)
+    part = _divide(xp.clip(abs(fall), None, L), L)
     usual = r.sum() / len(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
@@ -143,17 +148,17 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
 
     # A fall larger than any before: what was counted when less was at stake counts as much less.
-    v = v * xp.where(fall > state.R, outgrown, 1.0)
+    v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine**2 * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     # In noise, steps in a row along Δ that come to as much as the largest are not chance: what was
     # counted before, when there was nothing to see, counts for less.
     noise = _max(1 - m**2, 0.0) ** 2  # 0 where cosines come close to 1
-    C = xp.where(fall > 0, SHORT * state.C * outgrown + record, 0.0)
+    C = xp.where(fall > 0, SHORT * state.C * _divide(state.L, L) + part, 0.0)
     slow = v / (1 + (2 * noise**2 * C) ** 2)
     gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
-    worth = xp.clip(record / LEAST, 0.0, 1.0)
+    worth = xp.clip(part / LEAST, 0.0, 1.0)
     # Without noise, a cosine of some size against Δ says that the run diverges, however slow the
     # tuner has become. In noise, large cosines only raise S.
     large = much * cosine**2
@@ -175,8 +180,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
-    m, r, R, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, C))  # a ramp begins anew
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, C=C), keep
+    m, r, R, L, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, L, C))  # a new ramp
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:

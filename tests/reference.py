@@ -113,7 +113,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0)
     beta = np.asarray(betas)
     n, zero = len(beta), np.zeros(len(beta))
     s, m, v, r = (state.get(name, zero).copy() for name in "smvr")
-    S, R, count = s.sum(), state.get("R", 0.0), state.get("count", 0)
+    S, R, L, count = s.sum(), state.get("R", 0.0), state.get("L", 0.0), state.get("count", 0)
 
     X = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
     D, U_before = np.linalg.norm(delta), state.get("U", 0.0)
@@ -130,17 +130,18 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0)
     if fall > R:
         v *= R / fall
     R = max(R, abs(fall))
+    L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, 4 * L))
     together = 0.95 * state.get("together", 0.0) + fall if fall > 0 else 0.0
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0
     much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
     rest = 1 - cosine**2 * (1 - much)
-    worth = min(1.0, abs(fall) / (0.01 * R)) if R > 0 else 0.0
+    worth = min(1.0, abs(fall) / (0.01 * L)) if L > 0 else 0.0
     for i in range(n):
         m[i] = max(beta[i] * m[i], abs(cosine))
         c = rest * cosine / m[i] if m[i] > 0 else 0.0
         in_ramp = v[i] == 0
-        slow = v[i] / (1 + 4 * (max(0, 1 - m[i] ** 2) ** 4 * together / R) ** 2) if R > 0 else v[i]
+        slow = v[i] / (1 + 4 * (max(0, 1 - m[i] ** 2) ** 4 * together / L) ** 2) if L > 0 else v[i]
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
         if c > 0:
             by[i] = 1 + worth**2 * c * gain
@@ -161,12 +162,12 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0)
     is_new = count * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         s, grown = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), 1.0
-        m, v, r, R, together = zero, zero, zero, 0.0, 0.0
+        m, v, r, R, L, together = zero, zero, zero, 0.0, 0.0, 0.0
     count = x.size if is_new else count
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
-    state.update(m=m, v=v, r=r, R=R, together=together, U=U, D=q * D, count=count)
+    state.update(m=m, v=v, r=r, R=R, L=L, together=together, U=U, D=q * D, count=count)
     return s, q
 
 

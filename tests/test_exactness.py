@@ -6,6 +6,7 @@ scale that is orders of magnitude too small, and must find its way with the refe
 """
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import lion_pytorch
@@ -199,6 +200,23 @@ def test_a_decay_in_the_default_rule(problem, base):
     expected = expect(problem, base, "default", options={"decay": 0.05})
     assert_same(trajectory, expected, TOLERANCE["default"])
     assert not np.allclose(expected[1], expect(problem, base, "default")[1], rtol=0.01)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("base", ["adamw", "lion"])
+def test_a_blow_up(problem, base):
+    """One gradient is a thousand times as large and points away: the scale must come back."""
+    clean, base = PROBLEMS[problem], BASES[base]
+
+    def factor(t):
+        return -1e3 if t == STEPS // 3 else 1.0
+
+    numpy = SimpleNamespace(
+        x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
+    )
+    blown = clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
+    trajectory = train(blown, base, torch.float64)
+    assert_same(trajectory, expect(blown, base, "default"), TOLERANCE["default"], growth=50)
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])

@@ -850,19 +850,20 @@ def test_an_optimizer_that_is_dropped_leaves_nothing_behind():
 
 @jit
 def apply_rule(given, made, RULE: tl.constexpr, LANES: tl.constexpr):
-    """The rule on one row of numbers: five vectors, and 15 numbers in lanes of their own."""
+    """The rule on one row of numbers: five vectors, and 16 numbers in lanes of their own."""
     lane = tl.arange(0, LANES)
-    given += tl.program_id(0) * 20 * LANES
-    made += tl.program_id(0) * 11 * LANES
+    given += tl.program_id(0) * 21 * LANES
+    made += tl.program_id(0) * 12 * LANES
     first, more = given + 5 * LANES, LANES
-    beta, m, v, r, s, M, U, D, R, C, share = RULE(
+    beta, m, v, r, s, M, U, D, R, L, C, share = RULE(
         tl.load(given + lane), tl.load(given + LANES + lane), tl.load(given + 2 * LANES + lane),
         tl.load(given + 3 * LANES + lane), tl.load(given + 4 * LANES + lane),
         tl.load(first), tl.load(first + more), tl.load(first + 2 * more), tl.load(first + 3 * more),
         tl.load(first + 4 * more), tl.load(first + 5 * more), tl.load(first + 6 * more),
         tl.load(first + 7 * more), tl.load(first + 8 * more), tl.load(first + 9 * more),
         tl.load(first + 10 * more), tl.load(first + 11 * more), tl.load(first + 12 * more),
-        tl.load(first + 13 * more), tl.load(first + 14 * more) != 0.0, lane,
+        tl.load(first + 13 * more), tl.load(first + 14 * more),
+        tl.load(first + 15 * more) != 0.0, lane,
     )  # fmt: skip
     tl.store(made + lane, beta)
     tl.store(made + LANES + lane, m)
@@ -873,8 +874,9 @@ def apply_rule(given, made, RULE: tl.constexpr, LANES: tl.constexpr):
     tl.store(made + 6 * LANES + lane, U + 0.0 * lane)
     tl.store(made + 7 * LANES + lane, D + 0.0 * lane)
     tl.store(made + 8 * LANES + lane, R + 0.0 * lane)
-    tl.store(made + 9 * LANES + lane, C + 0.0 * lane)
-    tl.store(made + 10 * LANES + lane, share + 0.0 * lane)
+    tl.store(made + 9 * LANES + lane, L + 0.0 * lane)
+    tl.store(made + 10 * LANES + lane, C + 0.0 * lane)
+    tl.store(made + 11 * LANES + lane, share + 0.0 * lane)
 
 
 RULE_OPTIONS = [
@@ -893,14 +895,14 @@ def rows_for_the_rule(n: int, count: int) -> Tensor:
     """Numbers of any size, among them zeros, and an infinite ‖u‖²; none in lanes beyond the β."""
     draw = torch.Generator().manual_seed(n)
     lanes = next_power_of_2(n)
-    size = 10 ** torch.empty(count, 20, lanes, dtype=torch.float64).uniform_(-3, 3, generator=draw)
+    size = 10 ** torch.empty(count, 21, lanes, dtype=torch.float64).uniform_(-3, 3, generator=draw)
     values = size * (torch.rand(size.shape, generator=draw) > 0.2)
-    signed = [11, 12]  # dg and dx
+    signed = [12, 13]  # dg and dx
     values[:, signed] *= torch.sign(torch.randn(count, 2, lanes, generator=draw))
-    values[:, 10] += 0.1  # a share is above 0
-    values[::4] *= (torch.arange(20) > 3)[:, None]  # before the first update there is no state
-    values[1, 18] = torch.inf
-    values[:, 19] = torch.arange(count)[:, None] % 3 > 0
+    values[:, 11] += 0.1  # a share is above 0
+    values[::4] *= (torch.arange(21) > 3)[:, None]  # before the first update there is no state
+    values[1, 19] = torch.inf
+    values[:, 20] = torch.arange(count)[:, None] % 3 > 0
     values[:, :5, n:] = 0
     return values
 
@@ -913,18 +915,18 @@ def test_the_rule_is_the_tuners(options):
     given = rows_for_the_rule(n, count)
     given[:, 0, :n] = torch.tensor(options.betas, dtype=torch.float64)
     for frozen in (False, True):
-        made = torch.zeros(count, 11, lanes, dtype=torch.float64, device=DEVICE)
+        made = torch.zeros(count, 12, lanes, dtype=torch.float64, device=DEVICE)
         rule = write_rule(options, frozen=frozen)
         apply_rule[(count,)](given.to(DEVICE), made, rule, lanes)
         for row, result in zip(given, made.cpu(), strict=True):
-            state = rules.State(*row[:5, :n], *row[5:10, 0])
-            share, *numbers = row[10:19, 0]
-            part = row[19, 0] != 0
+            state = rules.State(*row[:5, :n], *row[5:11, 0])
+            share, *numbers = row[11:20, 0]
+            part = row[20, 0] != 0
             after, kept = advance(options, state, share, rules.Sums(*numbers), part, frozen=frozen)
-            for name, a, b in zip(after._fields, after, result[:10], strict=True):
+            for name, a, b in zip(after._fields, after, result[:11], strict=True):
                 assert_near(a, b[:n] if a.dim() else b[0], 1e-9, name)
-            assert_near(kept, result[10, 0], 1e-9, "share")
-    assert len(INPUTS) == 20
+            assert_near(kept, result[11, 0], 1e-9, "share")
+    assert len(INPUTS) == 21
 
 
 # -- Compilation ---------------------------------------------------------------------------------

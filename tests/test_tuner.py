@@ -401,6 +401,34 @@ def test_outliers_that_come_again_and_again_are_noise():
     assert again[-1] / first[-1] == pytest.approx(1 / (1 + record**2), rel=1e-6)
 
 
+@pytest.mark.parametrize(("size", "times"), [(2.0, 2.0), (4.0, 4.0), (1e6, 4.0)])
+def test_a_blow_up_leaves_the_scale_free_to_come_back(size, times):
+    """What is hardly worth a change goes by a largest step that one blow-up raises fourfold;
+    those that come again raise it again."""
+    options, steps = Options(betas=(1.0,)), [*RAMP, fixed(1e-9, 1e-3)]
+    before = run(options, steps)[0][-1]
+    steps.append(fixed(size * before.R / before.s.sum(), 1e-3))
+    blown = run(options, steps)[0][-1]
+    assert pytest.approx(size * before.R, rel=1e-9) == blown.R
+    assert pytest.approx(times * before.R, rel=1e-9) == blown.L
+    again = run(options, [*steps, fixed(1e6 * before.R / blown.s.sum(), 1e-3)])[0][-1]
+    assert pytest.approx(4 * times * before.R, rel=1e-9) == again.L
+    # A step along Δ of a twentieth of the largest before counts in full, as it did then.
+    S = sizes(options, [*steps, fixed(-0.05 * before.R / blown.s.sum(), 1e-3)])
+    much = 0.05 * before.R / blown.r[0]
+    c = 1e-3 / 0.5 * (1 - 1e-6 * (1 - much))
+    k = gain(blown.v[0], 0.05 / times, 1 - 0.5**2)
+    toward = k * c + (1 - 0.5**2) ** 2 * much * 1e-6
+    assert S[-1] / S[-2] == pytest.approx(1 + toward, rel=1e-9)
+
+
+@pytest.mark.parametrize("begins", [1e-3, 1e3])
+def test_a_blow_up_in_the_first_step_counts_in_full(begins):
+    """There is nothing yet that it could be compared with."""
+    last = run(Options(), [fixed(-1.0), fixed(begins)])[0][-1]
+    assert last.L == last.R > 0
+
+
 @pytest.mark.parametrize("part", [1e-3, 1e-2, 0.1])
 def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     """And raises it less than it lowers it: when all is learned, every step goes along Δ."""

@@ -282,6 +282,7 @@ class Now(Tuned):
         "counted": 0.25,  # the part of a rise that counts as one
         "guarded": 1.0,  # 0: also where g lies along D and little is at stake
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
+        "blown": 4.0,  # a rise counts in the largest as so many times what it was at most
         "in_a_row": 2.0,  # how much the falls in a row count, against the adverse steps
         "noisy": 1.0,  # 0: a large cosine counts against S alone, and falls in a row do nothing
         "bias": 0.0,  # on the signal, after the ramp
@@ -289,8 +290,8 @@ class Now(Tuned):
 
     def begin(self, x: Tensor, seeds: int, steps: int) -> None:
         super().begin(x, seeds, steps)
-        self.adverse, self.most, self.usual, self.largest, self.fallen = (
-            torch.zeros_like(self.S) for _ in range(5)
+        self.adverse, self.most, self.usual, self.largest, self.steady, self.fallen = (
+            torch.zeros_like(self.S) for _ in range(6)
         )
 
     def step(self, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
@@ -301,6 +302,8 @@ class Now(Tuned):
         less = torch.where(fall > self.largest, divide(self.largest, fall), one)
         self.adverse.mul_(torch.where(c.weighed > 0, less, one))
         self.largest.copy_(torch.maximum(self.largest, fall.abs()))
+        rise = torch.where(self.steady > 0, torch.minimum(-fall, c.blown * self.steady), -fall)
+        self.steady.copy_(torch.maximum(self.steady, torch.maximum(fall, rise)))
         size = divide(fall.abs(), self.usual)
         record = divide(fall.abs(), self.largest)
         brake = torch.where(fall < 0, 1 + record**2 * ((size / 4).clamp(1, 2) - 1), one)
@@ -313,9 +316,9 @@ class Now(Tuned):
         ramp = torch.where(c.ramp > 0, c.ramp, (1 + toward.clamp(min=0)) / 2)
         noise, large = c.noisy * (1 - self.most**2), at_stake * toward**2
         self.fallen.copy_(torch.where((fall > 0) & begun, c.late * self.fallen + fall, 0.0))
-        slow = self.adverse / (1 + (c.in_a_row * noise**4 * divide(self.fallen, self.largest)) ** 2)
+        slow = self.adverse / (1 + (c.in_a_row * noise**4 * divide(self.fallen, self.steady)) ** 2)
         gain = torch.where(self.adverse > 0, c.patience / (c.patience + slow), ramp)
-        worth = (record / 0.01).clamp(0, 1)
+        worth = (divide(fall.abs(), self.steady) / 0.01).clamp(0, 1)
         up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
         down = gain * signal.abs() + (1 - noise) * large
         by = torch.where(signal > 0, 1 + worth**2 * up, 1 / (1 + worth * down))
