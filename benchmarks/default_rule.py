@@ -98,7 +98,8 @@ def main() -> None:
         *(run for run in ours if run.suite == "convex"),
     ]
     (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])
-    print("| task | base | excess | each seed | 1e-4, 1, 1e4 (seed 0) | test loss | the sweep's |")
+    typed_lrs = "1e-4, 1, 1e4 (seed 0; Z on networks)"
+    print(f"| task | base | excess | each seed | {typed_lrs} | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
     for row in comparison.scored:
         print(show(row, typed))

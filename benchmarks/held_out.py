@@ -1,4 +1,4 @@
-"""Mechanic beside sweeps and Prodigy on tasks that no rule was ever chosen by.
+"""Mechanic beside sweeps and Prodigy on tasks that no rule was chosen by, but for one row.
 
     python benchmarks/held_out.py --jobs 2        # some 20 minutes on two cores
 

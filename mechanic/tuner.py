@@ -38,7 +38,7 @@ Array: TypeAlias = Any
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve the scale
+OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve it; L grows by no more
 SHORT = 0.95  # how late
 LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
@@ -85,7 +85,7 @@ class State(NamedTuple):
     R: Array
     """The largest |S·h| of all (default rule)"""
     L: Array
-    """R, but that a blow-up counts no more than `OUTLIER` times what was before (default rule)"""
+    """R, but that one step against Δ raises it `OUTLIER`-fold at most (default rule)"""
     C: Array
     """The −S·h of late steps in a row along Δ, together, as a part of L (default rule)"""
 

@@ -107,7 +107,7 @@ def algorithm1(
     return s, 1.0
 
 
-def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0):
+def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4):
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     beta = np.asarray(betas)
@@ -130,7 +130,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0)
     if fall > R:
         v *= R / fall
     R = max(R, abs(fall))
-    L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, 4 * L))
+    L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, blown * L))
     together = 0.95 * state.get("together", 0.0) + fall if fall > 0 else 0.0
     usual = r.sum() / n  # all of r are the same
     size = abs(fall) / usual if usual > 0 else 0.0

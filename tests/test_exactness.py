@@ -202,10 +202,11 @@ def test_a_decay_in_the_default_rule(problem, base):
     assert not np.allclose(expected[1], expect(problem, base, "default")[1], rtol=0.01)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("base", ["adamw", "lion"])
+@pytest.mark.parametrize(
+    ("problem", "base"), [("quadratic", "adamw"), ("quadratic", "lion"), ("wine", "adamw")]
+)
 def test_a_blow_up(problem, base):
-    """One gradient is a thousand times as large and points away: the scale must come back."""
+    """One gradient is a thousand times as large and points away."""
     clean, base = PROBLEMS[problem], BASES[base]
 
     def factor(t):
@@ -215,8 +216,10 @@ def test_a_blow_up(problem, base):
         x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
     )
     blown = clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
-    trajectory = train(blown, base, torch.float64)
-    assert_same(trajectory, expect(blown, base, "default"), TOLERANCE["default"], growth=50)
+    trajectory, expected = train(blown, base, torch.float64), expect(blown, base, "default")
+    assert_same(trajectory, expected, TOLERANCE["default"], growth=50)
+    as_large_as_it_is = expect(blown, base, "default", options={"blown": math.inf})
+    assert not np.allclose(expected[1], as_large_as_it_is[1], rtol=0.01)
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
