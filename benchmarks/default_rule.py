@@ -46,7 +46,7 @@ def others() -> list[Run]:
     ]
 
 
-def own(rule: str, suites: dict[str, str]) -> list[Run]:
+def own(lines: list[dict[str, str]], rule: str, suites: dict[str, str]) -> list[Run]:
     """Those of a form of the rule, on the tasks of these suites with the bench's seeds."""
     return [
         Run(
@@ -57,7 +57,7 @@ def own(rule: str, suites: dict[str, str]) -> list[Run]:
             start_loss=float(line["start_loss"]),
             metrics={key: float(line[key]) for key in ("train_loss", "test_loss") if line[key]},
         )
-        for line in read("default_rule.csv")
+        for line in lines
         if line["rule"] == rule and line["length"] == "1" and not line["adapters"]
         if line["task"] in suites and int(line["seed"]) < SEEDS
     ]
@@ -92,9 +92,10 @@ def show(row: Row, typed_runs: list[Run]) -> str:
 def main() -> None:
     bench = others()
     suites = {run.task: run.suite for run in bench}
-    ours = own("AA", suites)
+    lines = read("default_rule.csv")
+    ours = own(lines, "AA", suites)
     typed = [
-        *(run for run in own("Z", suites) if run.suite != "convex"),
+        *(run for run in own(lines, "Z", suites) if run.suite != "convex"),
         *(run for run in ours if run.suite == "convex"),
     ]
     (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])

@@ -891,18 +891,24 @@ RULE_OPTIONS = [
 ]
 
 
+STATE = len(rules.State._fields)  # in a row, the share, the sums and whether it takes part follow
+ROWS = STATE + 1 + len(rules.Sums._fields) + 1
+
+
 def rows_for_the_rule(n: int, count: int) -> Tensor:
     """Numbers of any size, among them zeros, and an infinite ‖u‖²; none in lanes beyond the β."""
     draw = torch.Generator().manual_seed(n)
     lanes = next_power_of_2(n)
-    size = 10 ** torch.empty(count, 21, lanes, dtype=torch.float64).uniform_(-3, 3, generator=draw)
+    size = 10 ** torch.empty(count, ROWS, lanes, dtype=torch.float64).uniform_(
+        -3, 3, generator=draw
+    )
     values = size * (torch.rand(size.shape, generator=draw) > 0.2)
-    signed = [12, 13]  # dg and dx
+    signed = [STATE + 1, STATE + 2]  # dg and dx
     values[:, signed] *= torch.sign(torch.randn(count, 2, lanes, generator=draw))
-    values[:, 11] += 0.1  # a share is above 0
-    values[::4] *= (torch.arange(21) > 3)[:, None]  # before the first update there is no state
-    values[1, 19] = torch.inf
-    values[:, 20] = torch.arange(count)[:, None] % 3 > 0
+    values[:, STATE] += 0.1  # a share is above 0
+    values[::4] *= (torch.arange(ROWS) > 3)[:, None]  # before the first update there is no state
+    values[1, ROWS - 2] = torch.inf
+    values[:, ROWS - 1] = torch.arange(count)[:, None] % 3 > 0
     values[:, :5, n:] = 0
     return values
 
@@ -915,17 +921,17 @@ def test_the_rule_is_the_tuners(options):
     given = rows_for_the_rule(n, count)
     given[:, 0, :n] = torch.tensor(options.betas, dtype=torch.float64)
     for frozen in (False, True):
-        made = torch.zeros(count, 12, lanes, dtype=torch.float64, device=DEVICE)
+        made = torch.zeros(count, STATE + 1, lanes, dtype=torch.float64, device=DEVICE)
         rule = write_rule(options, frozen=frozen)
         apply_rule[(count,)](given.to(DEVICE), made, rule, lanes)
         for row, result in zip(given, made.cpu(), strict=True):
-            state = rules.State(*row[:5, :n], *row[5:11, 0])
-            share, *numbers = row[11:20, 0]
-            part = row[20, 0] != 0
+            state = rules.State(*row[:5, :n], *row[5:STATE, 0])
+            share, *numbers = row[STATE : ROWS - 1, 0]
+            part = row[ROWS - 1, 0] != 0
             after, kept = advance(options, state, share, rules.Sums(*numbers), part, frozen=frozen)
-            for name, a, b in zip(after._fields, after, result[:11], strict=True):
+            for name, a, b in zip(after._fields, after, result[:STATE], strict=True):
                 assert_near(a, b[:n] if a.dim() else b[0], 1e-9, name)
-            assert_near(kept, result[11, 0], 1e-9, "share")
+            assert_near(kept, result[STATE, 0], 1e-9, "share")
     assert len(INPUTS) == 21
 
 
