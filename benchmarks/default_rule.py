@@ -2,9 +2,9 @@
 
     python benchmarks/default_rule.py        # seconds: it trains nothing
 
-Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "AA", and at other
-typed lrs on networks those of "Z") and what `mechanic bench` has kept of sweeps and peers
-(`results/bench/`), and scores them as `mechanic report` does.
+Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "AA") and what
+`mechanic bench` has kept of sweeps and peers (`results/bench/`), and scores them as `mechanic
+report` does.
 """
 
 import csv
@@ -63,20 +63,17 @@ def own(lines: list[dict[str, str]], rule: str, suites: dict[str, str]) -> list[
     ]
 
 
-def show(row: Row, typed_runs: list[Run]) -> str:
-    """A row of the first table; `typed_runs` are at all typed lrs."""
+def excess(row: Row, runs: Sequence[Run]) -> list[float]:
+    """How much more loss than the best of the sweep each of these runs has, in % of its gain."""
     assert row.sweep is not None
     best, gained = fmean(final_losses(row.sweep.best).values()), gain(row.sweep)
+    return [100 * (end - best) / gained for end in final_losses(runs).values()]
 
-    def excess(runs: Sequence[Run]) -> list[float]:
-        return [100 * (end - best) / gained for end in final_losses(runs).values()]
 
-    each = excess(row.results[0].runs)
-    at = {
-        run.lr: excess([run])[0]
-        for run in typed_runs
-        if (run.task, run.seed) == (row.task, 0) and run.base == row.base
-    }
+def show(row: Row, at: dict[float, float]) -> str:
+    """A row of the first table; `at` has the excess at each typed lr."""
+    assert row.sweep is not None
+    each = excess(row, row.results[0].runs)
     typed = ", ".join(f"{at[lr]:+.2f}" if lr in at else "not run" for lr in TYPED)
     tests = (
         f"{fmean(final_losses(found, 'test_loss').values()):.4g}"
@@ -94,16 +91,20 @@ def main() -> None:
     suites = {run.task: run.suite for run in bench}
     lines = read("default_rule.csv")
     ours = own(lines, "AA", suites)
-    typed = [
-        *(run for run in own(lines, "Z", suites) if run.suite != "convex"),
-        *(run for run in ours if run.suite == "convex"),
-    ]
     (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])
-    typed_lrs = "1e-4, 1, 1e4 (seed 0; Z on networks)"
-    print(f"| task | base | excess | each seed | {typed_lrs} | test loss | the sweep's |")
+    typed = [
+        {
+            lr: fmean(excess(row, runs))
+            for lr in TYPED
+            if (runs := [run for run in ours if (run.task, run.base, run.lr) == (*key, lr)])
+        }
+        for row in comparison.scored
+        for key in [(row.task, row.base)]
+    ]
+    print("| task | base | excess | each seed | 1e-4, 1, 1e4 | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
-    for row in comparison.scored:
-        print(show(row, typed))
+    for row, at in zip(comparison.scored, typed, strict=True):
+        print(show(row, at))
     print("\n| method | rows | mean rank | mean excess |\n|---|---|---|---|")
     for summary in summarize(comparison):
         found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
@@ -121,6 +122,13 @@ def main() -> None:
         print(f"\n{name} {fmean(part):+.2f}, median {median(part):+.2f}, worst {max(part):+.1f}.")
     above = sum(score > 2 for score in scores)
     print(f"\nMean of suites {mean:+.2f}, of rows {fmean(scores):+.2f}; above 2 %: {above} rows.")
+
+    together = [fmean(at.values()) for at in typed]
+    above = sum(score > 2 for score in together)
+    print(f"\nThe typed lrs together: {fmean(together):+.2f}, worst {max(together):+.1f};", end=" ")
+    print(f"above 2 %: {above} rows.", end=" ")
+    apart = sum(max(at.values()) - min(at.values()) > 0.5 for at in typed)
+    print(f"They differ by more than 0.5 % in {apart} rows.")
 
 
 if __name__ == "__main__":
