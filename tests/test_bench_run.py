@@ -151,7 +151,7 @@ def test_divergence_is_a_result_with_its_reason(tmp_path: Path) -> None:
         "import mechanic.bench.suites.convex as convex\nconvex.GRIDS['sgd'] = [0.1, 1e38]\n"
     )
     done = subprocess.run(
-        [*MECHANIC, *SMALL, "--methods", "sgd", "--seeds", "1", "--storage", url],
+        [*MECHANIC, *SMALL, "--methods", "sgd", "--seeds", "1", "--jobs", "1", "--storage", url],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
