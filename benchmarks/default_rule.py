@@ -8,7 +8,6 @@ report` does.
 """
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -46,8 +45,8 @@ def others() -> list[Run]:
     ]
 
 
-def own(lines: list[dict[str, str]], rule: str, suites: dict[str, str]) -> list[Run]:
-    """Those of a form of the rule, on the tasks of these suites with the bench's seeds."""
+def own(suites: dict[str, str]) -> list[Run]:
+    """Those of the rule as it ships, on the tasks of these suites with the bench's seeds."""
     return [
         Run(
             *(suites[line["task"]], line["task"], "short", "mechanic", "mechanic", line["base"]),
@@ -57,54 +56,39 @@ def own(lines: list[dict[str, str]], rule: str, suites: dict[str, str]) -> list[
             start_loss=float(line["start_loss"]),
             metrics={key: float(line[key]) for key in ("train_loss", "test_loss") if line[key]},
         )
-        for line in lines
-        if line["rule"] == rule and line["length"] == "1" and not line["adapters"]
+        for line in read("default_rule.csv")
+        if line["rule"] == "AA" and line["length"] == "1" and not line["adapters"]
         if line["task"] in suites and int(line["seed"]) < SEEDS
     ]
 
 
-def excess(row: Row, runs: Sequence[Run]) -> list[float]:
-    """How much more loss than the best of the sweep each of these runs has, in % of its gain."""
+def show(row: Row, typed: Row) -> str:
+    """A row of the first table; `typed` is the same with a result at each typed lr."""
     assert row.sweep is not None
     best, gained = fmean(final_losses(row.sweep.best).values()), gain(row.sweep)
-    return [100 * (end - best) / gained for end in final_losses(runs).values()]
-
-
-def show(row: Row, at: dict[float, float]) -> str:
-    """A row of the first table; `at` has the excess at each typed lr."""
-    assert row.sweep is not None
-    each = excess(row, row.results[0].runs)
-    typed = ", ".join(f"{at[lr]:+.2f}" if lr in at else "not run" for lr in TYPED)
+    ends = final_losses(row.results[0].runs).values()
+    each = [100 * (end - best) / gained for end in ends]
+    at = {result.method.lr: f"{result.counted:+.2f}" for result in typed.results}
     tests = (
         f"{fmean(final_losses(found, 'test_loss').values()):.4g}"
         for found in (row.results[0].runs, row.sweep.best)
     )
     cells = [
         *(row.task, row.base, f"{fmean(each):+.2f}", ", ".join(f"{one:+.2f}" for one in each)),
-        *(typed, *tests),
+        *(", ".join(at.get(lr, "not run") for lr in TYPED), *tests),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     bench = others()
-    suites = {run.task: run.suite for run in bench}
-    lines = read("default_rule.csv")
-    ours = own(lines, "AA", suites)
+    ours = own({run.task: run.suite for run in bench})
     (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])
-    typed = [
-        {
-            lr: fmean(excess(row, runs))
-            for lr in TYPED
-            if (runs := [run for run in ours if (run.task, run.base, run.lr) == (*key, lr)])
-        }
-        for row in comparison.scored
-        for key in [(row.task, row.base)]
-    ]
+    (typed,) = compare([*(run for run in bench if run.kind == "sweep"), *ours])
     print("| task | base | excess | each seed | 1e-4, 1, 1e4 | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
-    for row, at in zip(comparison.scored, typed, strict=True):
-        print(show(row, at))
+    for rows in zip(comparison.scored, typed.scored, strict=True):
+        print(show(*rows))
     print("\n| method | rows | mean rank | mean excess |\n|---|---|---|---|")
     for summary in summarize(comparison):
         found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
@@ -123,11 +107,12 @@ def main() -> None:
     above = sum(score > 2 for score in scores)
     print(f"\nMean of suites {mean:+.2f}, of rows {fmean(scores):+.2f}; above 2 %: {above} rows.")
 
-    together = [fmean(at.values()) for at in typed]
+    each = [[result.counted for result in row.results] for row in typed.scored]
+    together = [fmean(found) for found in each]
     above = sum(score > 2 for score in together)
     print(f"\nThe typed lrs together: {fmean(together):+.2f}, worst {max(together):+.1f};", end=" ")
     print(f"above 2 %: {above} rows.", end=" ")
-    apart = sum(max(at.values()) - min(at.values()) > 0.5 for at in typed)
+    apart = sum(max(found) - min(found) > 0.5 for found in each)
     print(f"They differ by more than 0.5 % in {apart} rows.")
 
 
