@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -402,3 +405,22 @@ def test_any_base_takes_one_more_slot_and_one_copy_in_a_step():
     of_base, _ = measure_step(lambda weights: Own(weights, lr=1.0, fused=True))
     assert held - of_base == pytest.approx(size, abs=MEBIBYTE)
     assert taken == pytest.approx(size, abs=MEBIBYTE)
+
+
+# -- The bench -----------------------------------------------------------------------------------
+
+
+def test_a_run_of_the_bench_repeats_to_the_last_digit_at_any_typed_lr(tmp_path: Path) -> None:
+    """Convolutions, attention, embeddings, of which torch has faster ones that add in no order."""
+    studies = pytest.importorskip("mechanic.bench.study", reason="needs the extra 'bench'")
+    command = [sys.executable, "-m", "mechanic", "bench", "lm", "vision", "--budget", "smoke"]
+    options = ["--methods", "mechanic", "--seeds", "1", "--typed", "1e-4", "1", "1e4"]
+    storage = ["--storage", f"sqlite:///{tmp_path}/bench.db"]
+    subprocess.run([*command, *options, *storage], timeout=300, check=True)
+    rows: dict[tuple[str, str], list[list[float]]] = {}
+    for run in studies.load(studies.open_storage(storage[1])):
+        rows.setdefault((run.suite, run.base), []).append([*run.metrics.values(), *run.curve.loss])
+    assert {suite for suite, _ in rows} == {"lm", "vision"}
+    for at_each_lr in rows.values():
+        assert len(at_each_lr) == 3
+        assert at_each_lr[0] == at_each_lr[1] == at_each_lr[2]

@@ -77,7 +77,7 @@ def _repeat() -> None:
     """The same losses each time on a GPU, to the last digit, where torch has the operators."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product there
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
 
 
 def _tell(line: Connection, subject: object, news: object) -> None:
