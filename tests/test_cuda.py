@@ -419,6 +419,7 @@ def test_a_run_of_the_bench_repeats_to_the_last_digit_at_any_typed_lr(tmp_path: 
     subprocess.run([*command, *options, *storage], timeout=300, check=True)
     rows: dict[tuple[str, str], list[list[float]]] = {}
     for run in studies.load(studies.open_storage(storage[1])):
+        assert run.status == "done"
         rows.setdefault((run.suite, run.base), []).append([*run.metrics.values(), *run.curve.loss])
     assert {suite for suite, _ in rows} == {"lm", "vision"}
     for at_each_lr in rows.values():

@@ -90,7 +90,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["AdamW", "SGD", pytest.param("Lion", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("size", "engine"), ENGINES, ids=[f"{e}-{n}" for n, e in ENGINES])
 def test_all_ranks_train_as_one_process_does(pools, size, engine, base):
     expected = alone(base)

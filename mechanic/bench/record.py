@@ -48,4 +48,4 @@ class Run:
     curve: Curve = Curve((), (), ())
     seconds: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    """device, cpu, python, torch, mechanic, packages of peers, date (ISO), host-independent."""
+    """device, operators (on a GPU), python, torch, mechanic, packages of peers, date (ISO)."""

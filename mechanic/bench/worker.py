@@ -34,7 +34,7 @@ def work(request: Request, line: Connection) -> None:
     if platform.machine() == "aarch64":
         # Small matrix products are slow in it there.
         torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-    if request.device != "cpu":
+    if _on_gpu(request.device):
         _repeat()
     storage = studies.open_storage(request.storage)
     tasks = {(task.suite, task.name): task for task in tasks_of(request)}
@@ -69,13 +69,17 @@ def _run(
     try:
         return train(task, method, grid.base, lr, setting, lambda *done: _tell(line, name, done))
     finally:
-        if device.type == "cuda":
+        if _on_gpu(request.device):
             torch.cuda.empty_cache()  # the other workers share the card
 
 
+def _on_gpu(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
 def _repeat() -> None:
-    """The same losses each time on a GPU, to the last digit, where torch has the operators."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product there
+    """The same losses each time on a GPU, to the last digit; what has no such operator fails."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product there
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
 
@@ -98,9 +102,11 @@ def _die_with_parent(line: Connection) -> None:
 def environment(device: str) -> dict[str, str]:
     """What the numbers may depend on."""
     packages = ("torch", "transformers", *sorted({m.package for m in METHODS.values()}))
-    on_gpu = device.startswith("cuda")
+    about = {"device": _processor()}
+    if _on_gpu(device):
+        about = {"device": torch.cuda.get_device_name(device), "operators": "deterministic"}
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        **about,
         "python": platform.python_version(),
         "mechanic": mechanic.__version__,
         **{package: version(package) or "absent" for package in packages},

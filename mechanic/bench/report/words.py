@@ -27,7 +27,7 @@ PLOTS = (
     "standard deviation over seeds."
 )
 ONE_SEED = "With one seed nothing can be said about noise: any difference may be chance."
-_FIRST_KEYS = ("device", "cpu", "python", "torch", "mechanic")
+_FIRST_KEYS = ("device", "cpu", "operators", "python", "torch", "mechanic")
 
 
 def runs_of(comparison: Comparison) -> list[Run]:
