@@ -39,7 +39,7 @@ def others() -> list[Run]:
                 if key.startswith("metrics.") and value
             },
         )
-        for folder in ("short_h200", "convex_cpu")
+        for folder in ("short_h200", "convex_cpu", "dropout_scaling_h200")
         for line in read(f"bench/{folder}/runs.csv")
         if line["kind"] != "mechanic"
     ]
@@ -80,40 +80,52 @@ def show(row: Row, typed: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def at_each_lr(runs: list[Run]) -> list[Run]:
+    """Those whose seed was run at all of the typed lrs."""
+    seen = {(run.task, run.base, run.seed, run.lr) for run in runs}
+    return [run for run in runs if all((run.task, run.base, run.seed, lr) in seen for lr in TYPED)]
+
+
 def main() -> None:
     bench = others()
     ours = own({run.task: run.suite for run in bench})
-    (comparison,) = compare([*bench, *(run for run in ours if run.lr == 1.0)])
-    (typed,) = compare([*(run for run in bench if run.kind == "sweep"), *ours])
+    at_one = [*bench, *(run for run in ours if run.lr == 1.0)]
+    (comparison,) = compare(at_one)
+    (typed,) = compare([*(run for run in bench if run.kind == "sweep"), *at_each_lr(ours)])
     print("| task | base | excess | each seed | 1e-4, 1, 1e4 | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
     for rows in zip(comparison.scored, typed.scored, strict=True):
         print(show(*rows))
-    print("\n| method | rows | mean rank | mean excess |\n|---|---|---|---|")
-    for summary in summarize(comparison):
+
+    with_peers = {run.task for run in bench if run.kind == "peer"}
+    (ranked,) = compare([run for run in at_one if run.task in with_peers])
+    print("\n| method | rows with peers | mean rank | mean excess |\n|---|---|---|---|")
+    for summary in summarize(ranked):
         found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
         print(f"| {summary.method.label} | {summary.rows} | {found} |")
-        if summary.method == comparison.default:
-            mean = fmean(summary.by_suite.values())
 
-    scores = [row.results[0].counted for row in comparison.scored]
-    for name, is_convex in (("Networks", False), ("Convex", True)):
-        part = [
-            score
-            for row, score in zip(comparison.scored, scores, strict=True)
-            if (row.suite == "convex") == is_convex
-        ]
-        print(f"\n{name} {fmean(part):+.2f}, median {median(part):+.2f}, worst {max(part):+.1f}.")
-    above = sum(score > 2 for score in scores)
-    print(f"\nMean of suites {mean:+.2f}, of rows {fmean(scores):+.2f}; above 2 %: {above} rows.")
+    print("\n| rows | how many | mean | of suites | median | worst | above 2 % |")
+    print("|---|---|---|---|---|---|---|")
+    parts = {
+        "convex": [row for row in comparison.scored if row.suite == "convex"],
+        "networks": [row for row in comparison.scored if row.suite != "convex"],
+        "with peers": [row for row in comparison.scored if row.task in with_peers],
+        "all": comparison.scored,
+    }
+    for name, part in parts.items():
+        suites: dict[str, list[float]] = {}
+        for row in part:
+            suites.setdefault(row.suite, []).append(row.results[0].counted)
+        scores = [score for found in suites.values() for score in found]
+        means = fmean(scores), fmean(fmean(found) for found in suites.values()), median(scores)
+        above = sum(score > 2 for score in scores)
+        numbers = " | ".join(f"{mean:+.2f}" for mean in means)
+        print(f"| {name} | {len(scores)} | {numbers} | {max(scores):+.1f} | {above} |")
 
     each = [[result.counted for result in row.results] for row in typed.scored]
-    together = [fmean(found) for found in each]
-    above = sum(score > 2 for score in together)
-    print(f"\nThe typed lrs together: {fmean(together):+.2f}, worst {max(together):+.1f};", end=" ")
-    print(f"above 2 %: {above} rows.", end=" ")
     apart = sum(max(found) - min(found) > 0.5 for found in each)
-    print(f"They differ by more than 0.5 % in {apart} rows.")
+    most = max(max(found) - min(found) for found in each)
+    print(f"\nThe typed lrs differ by {most:.2g} % at most, by more than 0.5 % in {apart} rows.")
 
 
 if __name__ == "__main__":
