@@ -115,7 +115,10 @@ def outcome(name: str, grid: Sequence[float], seeds: Sequence[int], *more: str) 
 
 @pytest.mark.parametrize(
     ("name", "grid", "epochs"),
-    [("plain_loop", [0.01, 0.03, 0.1], "3"), ("grad_scaler", [0.03, 0.1, 0.3], "4")],
+    [
+        ("plain_loop", [0.01, 0.03, 0.1], "3"),
+        pytest.param("grad_scaler", [0.03, 0.1, 0.3], "4", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_wrong_lr_ends_near_the_best_of_a_sweep(name: str, grid: list[float], epochs: str):
     found = outcome(name, grid, [0], "--epochs", epochs)

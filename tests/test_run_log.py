@@ -19,6 +19,8 @@ from mechanic.run.log import Log
 from mechanic.run.rows import Row
 from mechanic.run.spool import Track
 
+pytestmark = pytest.mark.xdist_group("run_log")  # which share one run
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:

@@ -1,0 +1,110 @@
+"""What the signal says on BERT's plateau: the cosine of Δ and −g, along fixed learning rates.
+
+    python benchmarks/plateau.py --data DIR --jobs 2        # some 20 minutes on two cores
+
+The BERT of `mechanic bench`, of a width of 64 and 2,048 words, in 400 steps of 32 stretches. It
+learns the frequencies of words first, and leaves them late or never where the lr is too large. A
+fixed lr is the default rule with S held there, so that Δ and h are what the tuner would see.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import torch
+
+from mechanic import tuner
+from mechanic.bench.data import Data
+from mechanic.bench.methods import METHODS
+from mechanic.bench.suites import mlm
+from mechanic.bench.task import Setting
+from mechanic.bench.train import train
+from mechanic.options import Options
+
+SIZE = mlm.Size(4, 64, 2048, length=64, batch=32, steps=400, evaluated=256)
+LRS = (5e-4, 1e-3, 2e-3, 3e-3, 1e-2)
+SEEDS = range(3)
+PARTS = ((30, 60), (60, 100), (100, 160), (160, 240), (240, 320), (320, 400))  # steps
+
+
+class Trained(NamedTuple):
+    loss: float
+    cosines: list[float]
+    rates: list[float]
+    """The lr in force, over the run"""
+
+
+def run(data: Path, case: tuple[float | None, int]) -> Trained:
+    """Train at a fixed lr, or with the default rule."""
+    lr, seed = case
+    torch.set_num_threads(1)
+    mlm.SIZES["short"] = SIZE
+    cosines: list[float] = []
+    default = tuner.RULES["default"]
+
+    def update(
+        options: Options, state: tuner.State, sums: tuner.Sums
+    ) -> tuple[tuner.State, tuner.Array]:
+        size = math.sqrt(float(sums.dd * sums.gg))
+        cosines.append(-float(sums.dg) / size if size else 0.0)
+        state, keep = default.update(options, state, sums)
+        if lr is None:
+            return state, keep
+        return state._replace(s=0 * state.s + lr), 0 * keep + 1
+
+    tuner.RULES["default"] = default._replace(update=update)
+    setting = Setting("short", seed, torch.device("cpu"), Data(data))
+    (task,) = mlm.tasks(setting.data)
+    build = task.build
+    task = replace(task, build=lambda setting: replace(build(setting), autocast=False))
+    outcome = train(task, METHODS["mechanic"], "adamw", 1.0, setting)
+    tuner.RULES["default"] = default  # for the next run of this process
+    return Trained(outcome.metrics["train_loss"], cosines, list(outcome.curve.lr))
+
+
+def show(name: str, seeds: Sequence[Trained]) -> str:
+    """A row: the loss of each seed, and 1,000 times the mean cosine in each part."""
+    losses = [trained.loss for trained in seeds]
+    cells = [name, ", ".join(f"{loss:.3f}" for loss in losses), f"{fmean(losses):.3f}"]
+    for start, end in PARTS:
+        found = [1000 * cosine for one in seeds for cosine in one.cosines[start:end]]
+        cells.append(f"{fmean(found):+.1f} ± {stdev(found) / math.sqrt(len(found)):.1f}")
+    rates = (
+        fmean(one.rates[len(one.rates) * percent // 100] for one in seeds)
+        for percent in (10, 30, 50, 70)
+    )
+    return f"| {' | '.join([*cells, ', '.join(f'{rate:.1e}' for rate in rates)])} |"
+
+
+def rows(data: Path, jobs: int) -> Iterator[str]:
+    head = ("lr", "train loss", "mean", *(f"steps {start} to {end}" for start, end in PARTS))
+    yield f"| {' | '.join(head)} | lr in force at 10, 30, 50, 70 % |"
+    yield "|" + "---|" * (len(head) + 1)
+    fixed: tuple[float | None, ...] = (*LRS, None)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(partial(run, data), product(fixed, SEEDS)))
+    for at, lr in enumerate(fixed):
+        seeds = found[at * len(SEEDS) : (at + 1) * len(SEEDS)]
+        yield show("the default" if lr is None else f"{lr:g}", seeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="the folder of `mechanic bench`")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    arguments = parser.parse_args()
+    for row in rows(arguments.data, arguments.jobs):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
