@@ -75,7 +75,7 @@ def show(row: Row, typed: Row) -> str:
     )
     cells = [
         *(row.task, row.base, f"{fmean(each):+.2f}", ", ".join(f"{one:+.2f}" for one in each)),
-        *(", ".join(at.get(lr, "not run") for lr in TYPED), *tests),
+        *(", ".join(at[lr] for lr in TYPED), *tests),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -92,6 +92,7 @@ def main() -> None:
     at_one = [*bench, *(run for run in ours if run.lr == 1.0)]
     (comparison,) = compare(at_one)
     (typed,) = compare([*(run for run in bench if run.kind == "sweep"), *at_each_lr(ours)])
+    print("1e-4, 1 and 1e4 are of the seeds that were run at each, beside the same of the sweep.\n")
     print("| task | base | excess | each seed | 1e-4, 1, 1e4 | test loss | the sweep's |")
     print("|---|---|---|---|---|---|---|")
     for rows in zip(comparison.scored, typed.scored, strict=True):
@@ -99,7 +100,7 @@ def main() -> None:
 
     with_peers = {run.task for run in bench if run.kind == "peer"}
     (ranked,) = compare([run for run in at_one if run.task in with_peers])
-    print("\n| method | rows with peers | mean rank | mean excess |\n|---|---|---|---|")
+    print("\n| method, where there are peers | rows | mean rank | mean excess |\n|---|---|---|---|")
     for summary in summarize(ranked):
         found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
         print(f"| {summary.method.label} | {summary.rows} | {found} |")
@@ -117,10 +118,10 @@ def main() -> None:
         for row in part:
             suites.setdefault(row.suite, []).append(row.results[0].counted)
         scores = [score for found in suites.values() for score in found]
-        means = fmean(scores), fmean(fmean(found) for found in suites.values()), median(scores)
+        of_suites = fmean(fmean(found) for found in suites.values())
         above = sum(score > 2 for score in scores)
-        numbers = " | ".join(f"{mean:+.2f}" for mean in means)
-        print(f"| {name} | {len(scores)} | {numbers} | {max(scores):+.1f} | {above} |")
+        middle = f"{fmean(scores):+.2f} | {of_suites:+.2f} | {median(scores):+.2f}"
+        print(f"| {name} | {len(scores)} | {middle} | {max(scores):+.1f} | {above} |")
 
     each = [[result.counted for result in row.results] for row in typed.scored]
     apart = sum(max(found) - min(found) > 0.5 for found in each)
