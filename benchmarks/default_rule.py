@@ -105,23 +105,18 @@ def main() -> None:
         found = f"{summary.rank:.2f} | {summary.mean:+.1f}"
         print(f"| {summary.method.label} | {summary.rows} | {found} |")
 
+    (convex,) = compare([run for run in at_one if run.suite == "convex"])
+    (networks,) = compare([run for run in at_one if run.suite != "convex"])
+    parts = {"convex": convex, "networks": networks, "with peers": ranked, "all": comparison}
     print("\n| rows | how many | mean | of suites | median | worst | above 2 % |")
     print("|---|---|---|---|---|---|---|")
-    parts = {
-        "convex": [row for row in comparison.scored if row.suite == "convex"],
-        "networks": [row for row in comparison.scored if row.suite != "convex"],
-        "with peers": [row for row in comparison.scored if row.task in with_peers],
-        "all": comparison.scored,
-    }
     for name, part in parts.items():
-        suites: dict[str, list[float]] = {}
-        for row in part:
-            suites.setdefault(row.suite, []).append(row.results[0].counted)
-        scores = [score for found in suites.values() for score in found]
-        of_suites = fmean(fmean(found) for found in suites.values())
-        above = sum(score > 2 for score in scores)
-        middle = f"{fmean(scores):+.2f} | {of_suites:+.2f} | {median(scores):+.2f}"
-        print(f"| {name} | {len(scores)} | {middle} | {max(scores):+.1f} | {above} |")
+        (own_summary,) = (found for found in summarize(part) if found.method == part.default)
+        scores = [row.results[0].counted for row in part.scored]
+        middle = own_summary.mean, fmean(own_summary.by_suite.values()), median(scores)
+        cells = [name, str(own_summary.rows), *(f"{value:+.2f}" for value in middle)]
+        cells += [f"{own_summary.worst:+.1f}", str(sum(score > 2 for score in scores))]
+        print(f"| {' | '.join(cells)} |")
 
     each = [[result.counted for result in row.results] for row in typed.scored]
     apart = sum(max(found) - min(found) > 0.5 for found in each)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -90,10 +90,10 @@ def rows(data: Path, jobs: int) -> Iterator[str]:
     yield "|" + "---|" * (len(head) + 1)
     fixed: tuple[float | None, ...] = (*LRS, None)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(partial(run, data), product(fixed, SEEDS)))
-    for at, lr in enumerate(fixed):
-        seeds = found[at * len(SEEDS) : (at + 1) * len(SEEDS)]
-        yield show("the default" if lr is None else f"{lr:g}", seeds)
+        found = pool.map(partial(run, data), product(fixed, SEEDS))
+        for lr in fixed:
+            seeds = list(islice(found, len(SEEDS)))
+            yield show("the default" if lr is None else f"{lr:g}", seeds)
 
 
 def main() -> None:
