@@ -850,20 +850,20 @@ def test_an_optimizer_that_is_dropped_leaves_nothing_behind():
 
 @jit
 def apply_rule(given, made, RULE: tl.constexpr, LANES: tl.constexpr):
-    """The rule on one row of numbers: five vectors, and 16 numbers in lanes of their own."""
+    """The rule on one row of numbers: five vectors, and 17 numbers in lanes of their own."""
     lane = tl.arange(0, LANES)
-    given += tl.program_id(0) * 21 * LANES
-    made += tl.program_id(0) * 12 * LANES
+    given += tl.program_id(0) * 22 * LANES
+    made += tl.program_id(0) * 13 * LANES
     first, more = given + 5 * LANES, LANES
-    beta, m, v, r, s, M, U, D, R, L, C, share = RULE(
+    beta, m, v, r, s, M, U, D, R, L, C, K, share = RULE(
         tl.load(given + lane), tl.load(given + LANES + lane), tl.load(given + 2 * LANES + lane),
         tl.load(given + 3 * LANES + lane), tl.load(given + 4 * LANES + lane),
         tl.load(first), tl.load(first + more), tl.load(first + 2 * more), tl.load(first + 3 * more),
         tl.load(first + 4 * more), tl.load(first + 5 * more), tl.load(first + 6 * more),
         tl.load(first + 7 * more), tl.load(first + 8 * more), tl.load(first + 9 * more),
         tl.load(first + 10 * more), tl.load(first + 11 * more), tl.load(first + 12 * more),
-        tl.load(first + 13 * more), tl.load(first + 14 * more),
-        tl.load(first + 15 * more) != 0.0, lane,
+        tl.load(first + 13 * more), tl.load(first + 14 * more), tl.load(first + 15 * more),
+        tl.load(first + 16 * more) != 0.0, lane,
     )  # fmt: skip
     tl.store(made + lane, beta)
     tl.store(made + LANES + lane, m)
@@ -876,7 +876,8 @@ def apply_rule(given, made, RULE: tl.constexpr, LANES: tl.constexpr):
     tl.store(made + 8 * LANES + lane, R + 0.0 * lane)
     tl.store(made + 9 * LANES + lane, L + 0.0 * lane)
     tl.store(made + 10 * LANES + lane, C + 0.0 * lane)
-    tl.store(made + 11 * LANES + lane, share + 0.0 * lane)
+    tl.store(made + 11 * LANES + lane, K + 0.0 * lane)
+    tl.store(made + 12 * LANES + lane, share + 0.0 * lane)
 
 
 RULE_OPTIONS = [
@@ -932,7 +933,7 @@ def test_the_rule_is_the_tuners(options):
             for name, a, b in zip(after._fields, after, result[:STATE], strict=True):
                 assert_near(a, b[:n] if a.dim() else b[0], 1e-9, name)
             assert_near(kept, result[STATE, 0], 1e-9, "share")
-    assert len(INPUTS) == 21
+    assert len(INPUTS) == 22
 
 
 # -- Compilation ---------------------------------------------------------------------------------

@@ -42,9 +42,7 @@ class _Written:
         return self.kernel.write(f"-{self.name}")
 
     def __pow__(self, exponent: int) -> "_Written":
-        if exponent != 2:
-            raise NotImplementedError(f"a rule may square a number, not take its power {exponent}.")
-        return self.kernel.write(f"{self.name} * {self.name}")
+        return self.kernel.write(" * ".join([self.name] * exponent))
 
 
 def _operator(symbol: str, *, swapped: bool = False) -> Callable[[_Written, Any], _Written]:
