@@ -40,7 +40,7 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve it; L grows by no more
 SHORT = 0.95  # how late
-SINK = 0.3  # in noise, the part of its change that S loses in each step, whichever way it goes
+SINK = 0.3  # in noise, S falls by this part of what a step says, whichever way it goes
 LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
@@ -126,7 +126,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
     Here m is the largest cosine of late, and r the largest −S·h, or a part of the largest S·h; v
     counts the steps against Δ, each of which makes the tuner slower; C is what the steps since the
-    last of them come to; and M is the number of parameters that the ramp was made for.
+    last of them come to; K is the largest cosine of all; and M is the number of parameters that the
+    ramp was made for.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     S = s.sum()
@@ -170,8 +171,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # The square: when all is learned every step goes along Δ, however large S is.
     by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
-    # In noise h may fade above the best scale, as it does not below it. So S sinks, while x stays
-    # where it is, until the steps along Δ are worth more than those against it.
+    # In noise h may fade above the best scale, as it does not below it. So a step counts more
+    # against S than for it, while x stays where it is.
     weak = _max(1 - K**2, 0.0) ** 16
     sinks = xp.where(v > 0, SINK * weak * worth * abs(c) * 2 / (2 + v), 0.0)
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)

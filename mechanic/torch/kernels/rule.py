@@ -42,6 +42,8 @@ class _Written:
         return self.kernel.write(f"-{self.name}")
 
     def __pow__(self, exponent: int) -> "_Written":
+        if not (isinstance(exponent, int) and exponent > 0):
+            raise NotImplementedError(f"a rule may take whole powers above 0, not {exponent}.")
         return self.kernel.write(" * ".join([self.name] * exponent))
 
 
