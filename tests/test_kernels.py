@@ -912,7 +912,8 @@ def rows_for_the_rule(n: int, count: int) -> Tensor:
     noisy = values[1::2]
     noisy[:, [at[name] for name in "vsMLC"] + [at["dg"], at["dd"]]] += 0.1
     noisy[:, at["d"]] = noisy[:, at["M"]]
-    noisy[:, at["K"]] = 0.05 + 0.2 * torch.rand(noisy[:, 0].shape, generator=draw)
+    noisy[:, at["m"]] = 0.05 + 0.2 * torch.rand(noisy[:, 0].shape, generator=draw)
+    noisy[:, at["K"]] = noisy[:, at["m"]]
     noisy[:, at["gg"]] = (2 * noisy[:, at["dg"]] / noisy[:, at["K"]]) ** 2 / noisy[:, at["dd"]]
     values[::4] *= (torch.arange(ROWS) > 3)[:, None]  # before the first update there is no state
     values[1, ROWS - 2] = torch.inf
@@ -928,7 +929,6 @@ def test_the_rule_is_the_tuners(options):
     lanes = next_power_of_2(n)
     given = rows_for_the_rule(n, count)
     given[:, 0, :n] = torch.tensor(options.betas, dtype=torch.float64)
-    sinking = 0  # rows in which it does, in the default rule
     for frozen in (False, True):
         made = torch.zeros(count, STATE + 1, lanes, dtype=torch.float64, device=DEVICE)
         rule = write_rule(options, frozen=frozen)
@@ -940,10 +940,8 @@ def test_the_rule_is_the_tuners(options):
             after, kept = advance(options, state, share, rules.Sums(*numbers), part, frozen=frozen)
             for name, a, b in zip(after._fields, after, result[:STATE], strict=True):
                 assert_near(a, b[:n] if a.dim() else b[0], 1e-9, name)
-            sinking += part and state.v.min() > 0 and 0 < after.K < 0.5 and not frozen
             assert_near(kept, result[STATE, 0], 1e-9, "share")
     assert len(INPUTS) == 22
-    assert sinking > 0 or options.preset != "default" or options.s_decay
 
 
 # -- Compilation ---------------------------------------------------------------------------------
