@@ -2,7 +2,7 @@
 
     python benchmarks/default_rule.py        # seconds: it trains nothing
 
-Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "AB") and what
+Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "AA") and what
 `mechanic bench` has kept of sweeps and peers (`results/bench/`), and scores them as `mechanic
 report` does.
 """
@@ -57,7 +57,7 @@ def own(suites: dict[str, str]) -> list[Run]:
             metrics={key: float(line[key]) for key in ("train_loss", "test_loss") if line[key]},
         )
         for line in read("default_rule.csv")
-        if line["rule"] == "AB" and line["length"] == "1" and not line["adapters"]
+        if line["rule"] == "AA" and line["length"] == "1" and not line["adapters"]
         if line["task"] in suites and int(line["seed"]) < SEEDS
     ]
 

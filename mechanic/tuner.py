@@ -40,7 +40,6 @@ FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones 
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
 OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve it; L grows by no more
 SHORT = 0.95  # how late
-SINK = 0.3  # in noise, S falls by this part of what a step says, whichever way it goes
 LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
@@ -89,8 +88,6 @@ class State(NamedTuple):
     """R, but that one step against Δ raises it `OUTLIER`-fold at most (default rule)"""
     C: Array
     """The −S·h of late steps in a row along Δ, together, as a part of L (default rule)"""
-    K: Array
-    """The largest |cosine| of all (default rule)"""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -102,7 +99,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = zero.sum()
-    return State(beta, m, zero, zero, s, *(none for _ in State._fields[5:]))
+    return State(beta, m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, L=none, C=none)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -126,8 +123,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
     Here m is the largest cosine of late, and r the largest −S·h, or a part of the largest S·h; v
     counts the steps against Δ, each of which makes the tuner slower; C is what the steps since the
-    last of them come to; K is the largest cosine of all; and M is the number of parameters that the
-    ramp was made for.
+    last of them come to; and M is the number of parameters that the ramp was made for.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     S = s.sum()
@@ -137,7 +133,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
     h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
     cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg)))
-    m, K = _max(beta * m, abs(cosine)), _max(abs(cosine), state.K)
+    m = _max(beta * m, abs(cosine))
     fall = _finite(-S * h)
     R = _max(abs(fall), state.R)
     # One blow-up must not make all that follows look like nothing.
@@ -171,16 +167,12 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # The square: when all is learned every step goes along Δ, however large S is.
     by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
     by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
-    # In noise h may fade above the best scale, as it does not below it. So a step counts more
-    # against S than for it, while x stays where it is.
-    weak = _max(1 - K**2, 0.0) ** 16
-    sinks = xp.where(v > 0, SINK * weak * worth * abs(c) * 2 / (2 + v), 0.0)
     v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
 
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     grown = _divide((by * s).sum(), S)
-    s = by / brake / (1 + sinks) * s / _max(_divide(U, state.U), 1.0)
+    s = by / brake * s / _max(_divide(U, state.U), 1.0)
     s = _capped(options, xp.where(known > 0, s, sigma / len(beta)))
     # The past takes part by a root: x − x_ref = S·Δ follows a fall more than a rise, so that it
     # lies a little closer to x_ref than at a fixed scale, and S settles as much higher.
@@ -188,8 +180,8 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
     keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
-    m, r, R, L, C, K = (xp.where(known > 0, a, 0.0) for a in (m, r, R, L, C, K))  # a new ramp
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C, K=K), keep
+    m, r, R, L, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, L, C))  # a new ramp
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), keep
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:

@@ -126,7 +126,6 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     slope = delta @ g + (decay * np.linalg.norm(g) * (delta @ x) / norm if norm > 0 else 0.0)
     sizes = D * np.linalg.norm(g)
     cosine = -slope / sizes if sizes > 0 else 0.0
-    K = max(state.get("K", 0.0), abs(cosine))
     fall = -S * slope
     if fall > R:
         v *= R / fall
@@ -144,8 +143,6 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
         in_ramp = v[i] == 0
         slow = v[i] / (1 + 4 * (max(0, 1 - m[i] ** 2) ** 4 * together / L) ** 2) if L > 0 else v[i]
         gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
-        if not in_ramp:  # S sinks, and x stays
-            s[i] /= 1 + 0.3 * max(0, 1 - K**2) ** 16 * worth * abs(c) / (1 + v[i] / 2)
         if c > 0:
             by[i] = 1 + worth**2 * c * gain
             if not in_ramp:
@@ -165,12 +162,12 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     is_new = count * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         s, grown = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), 1.0
-        m, v, r, R, L, together, K = zero, zero, zero, 0.0, 0.0, 0.0, 0.0
+        m, v, r, R, L, together = zero, zero, zero, 0.0, 0.0, 0.0
     count = x.size if is_new else count
     s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
     past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
     q = past * S / s.sum() if S > 0 else 1.0
-    state.update(m=m, v=v, r=r, R=R, L=L, together=together, K=K, U=U, D=q * D, count=count)
+    state.update(m=m, v=v, r=r, R=R, L=L, together=together, U=U, D=q * D, count=count)
     return s, q
 
 

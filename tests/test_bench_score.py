@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from bench_runs import everything, run
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
@@ -315,8 +315,10 @@ def test_learning_rates_read_as_typed(lr: float, text: str) -> None:
 
 
 losses = st.lists(st.floats(0.05, 0.9), min_size=3, max_size=3)
+unhurried = settings(deadline=None)  # machines are shared
 
 
+@unhurried
 @given(
     sweep=st.lists(losses, min_size=2, max_size=5),
     method=losses,
@@ -339,6 +341,7 @@ def test_excess_knows_no_unit(
     assert after.counted == pytest.approx(before.counted, rel=1e-6, abs=1e-6)
 
 
+@unhurried
 @given(order=st.randoms(use_true_random=False))
 def test_the_order_of_runs_does_not_matter(order: random.Random) -> None:
     runs = EVERYTHING.copy()
@@ -350,6 +353,7 @@ EVERYTHING = [replace(one, curve=Curve((), (), ())) for one in everything()]
 SUMMARIES = [summarize(comparison) for comparison in compare(EVERYTHING)]
 
 
+@unhurried
 @given(losses=st.lists(st.none() | st.floats(0.01, 2.0), min_size=1, max_size=4))
 def test_whatever_happens_a_method_counts_at_most_as_no_learning(
     losses: list[float | None],

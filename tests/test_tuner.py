@@ -290,14 +290,6 @@ def gain(v, together=0.0, noise=1.0):
 RAMP = [fixed(-1.0)] * 8
 
 
-@pytest.fixture
-def no_sink(monkeypatch):
-    monkeypatch.setattr(tuner, "SINK", 0.0)
-
-
-unsunk = pytest.mark.usefixtures("no_sink")  # the other parts; `sinks` has tests of its own
-
-
 @pytest.mark.parametrize("cosine", [1.0, 0.5, 1e-3])
 def test_the_ramp_is_the_faster_the_better_the_direction_is_known(cosine):
     S = sizes(Options(), [fixed(-1.0, cosine)] * 20)
@@ -310,7 +302,6 @@ def test_a_smaller_cosine_than_before_raises_it_less(cosine):
     assert S[-1] / S[-2] == pytest.approx(1 + cosine / 0.5 * (1 + cosine) / 2, rel=1e-12)
 
 
-@unsunk
 def test_the_first_step_against_the_displacement_ends_the_ramp():
     S = sizes(Options(betas=(1.0,)), [*RAMP, fixed(1.0, 0.1), fixed(1.0, 0.1)])
     assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01 / 4), rel=1e-12)
@@ -319,7 +310,6 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
     assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 4), rel=1e-12)
 
 
-@unsunk
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5)] * steps
@@ -330,7 +320,6 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
         assert S[-1] / S[-2] == pytest.approx(1 + k, rel=1e-7)
 
 
-@unsunk
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
 def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(largest):
     """Cosines that come close to 1 are no noise."""
@@ -343,7 +332,6 @@ def test_a_large_cosine_counts_for_the_scale_in_noise_and_against_it_without(lar
     assert fall[-2] / fall[-1] == pytest.approx(1 + gain(last.v[0]) + largest**4, rel=1e-9)
 
 
-@unsunk
 @pytest.mark.parametrize("part", [0.1, 0.5, 1.0])  # of the largest
 @pytest.mark.parametrize("along", [1, 4, 20])
 def test_steps_in_a_row_along_the_displacement_make_the_tuner_quicker(along, part):
@@ -413,7 +401,6 @@ def test_outliers_that_come_again_and_again_are_noise():
     assert again[-1] / first[-1] == pytest.approx(1 / (1 + record**2), rel=1e-6)
 
 
-@unsunk
 @pytest.mark.parametrize(("size", "times"), [(2.0, 2.0), (4.0, 4.0), (1e6, 4.0)])
 def test_a_blow_up_leaves_the_scale_free_to_come_back(size, times):
     """What is hardly worth a change goes by a largest step that one blow-up raises fourfold;
@@ -442,7 +429,6 @@ def test_a_blow_up_in_the_first_step_counts_in_full(begins):
     assert last.L == last.R > 0
 
 
-@unsunk
 @pytest.mark.parametrize("part", [1e-3, 1e-2, 0.1])
 def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     """And raises it less than it lowers it: when all is learned, every step goes along Δ."""
@@ -485,59 +471,6 @@ def test_a_rise_that_goes_on_is_an_outlier_only_while_it_grows(growth, factor):
     np.testing.assert_allclose(S[-4:] / S[-5:-1], factor, rtol=0.06)
 
 
-@pytest.mark.parametrize("part", [1e-3, 0.5, 1.0])
-@pytest.mark.parametrize("along", [False, True])
-@pytest.mark.parametrize("largest", [1e-3, 0.1, 0.2, 0.5, 1.0])
-def test_in_noise_the_scale_sinks_and_the_parameters_stay(largest, along, part, monkeypatch):
-    """By a part of what the step says, along Δ or against it: noise of both kinds lowers it."""
-    options, ramp = Options(betas=(1.0,)), [fixed(-1.0, largest)] * 8
-    before = run(options, [*ramp, fixed(1e-9, largest)])[0][-1]  # the ramp is over
-    worth = min(1.0, part / tuner.LEAST)
-    h = (-1 if along else 1) * part * before.L / before.s.sum()
-    steps = [*ramp, fixed(1e-9, largest), fixed(h, largest / 2)]
-    states, keeps = run(options, steps)
-    monkeypatch.setattr(tuner, "SINK", 0.0)
-    still, kept = run(options, steps)
-    much = min(1.0, part * before.L / before.r[0])
-    c = 0.5 * (1 - largest**2 / 4 * (1 - much))
-    v = before.v[0] * min(1.0, 1 / part if along else 1.0)
-    sunk = 1 + 0.3 * (1 - largest**2) ** 16 * worth * c * 2 / (2 + v)
-    S, without = states[-1].s.sum(), still[-1].s.sum()
-    assert without / S == pytest.approx(sunk, rel=1e-9)
-    assert keeps[-1] * S == pytest.approx(kept[-1] * without, rel=1e-12)  # where x is
-    assert states[-1].v == still[-1].v
-    assert sunk > 1 or largest == 1.0
-
-
-def test_nothing_sinks_in_the_ramp_and_a_new_one_forgets_the_largest_cosine(monkeypatch):
-    steps = [*[fixed(-1.0, 1e-3)] * 8, fixed(1.0, 0.1)]
-    S = sizes(Options(), steps)
-    last = run(Options(), steps)[0][-1]
-    assert pytest.approx(0.1) == last.K
-    smaller = run(Options(), [*steps, fixed(1.0, 1e-3)])[0][-1]
-    assert pytest.approx(0.1) == smaller.K
-    assert run(Options(), [*steps, fixed(1.0, d=1000)])[0][-1].K == 0
-    monkeypatch.setattr(tuner, "SINK", 0.0)
-    np.testing.assert_array_equal(S, sizes(Options(), steps))
-
-
-@pytest.mark.parametrize(("largest", "falls"), [(0.1, True), (0.8, False)])
-def test_where_nothing_is_to_be_seen_the_scale_falls_until_something_is(largest, falls):
-    """Steps along Δ and against it by turns say nothing; three of four along it say that S is too
-    small, and it comes back."""
-    options, ends = Options(), {}
-    for name, turns in {"noise": (1, -1), "signal": (-1, -1, -1, 1)}.items():
-        steps = [fixed(-1.0, largest)] * 8
-        for t in range(200):
-            state = run(options, steps)[0][-1]
-            h = 0.05 * turns[t % len(turns)] * state.L / state.s.sum()
-            steps.append(fixed(h, 0.01 * largest))
-        ends[name] = state.s.sum() / run(options, steps[:10])[0][-1].s.sum()
-    assert (ends["noise"] < 0.9) == falls
-    assert ends["signal"] > 1
-
-
-@unsunk
 @pytest.mark.parametrize("cosine", [1e-6, 0.5, 1.0])
 @pytest.mark.parametrize("share", [-3.0, -0.3, -0.01, 0.01, 0.3, 3.0])
 def test_the_past_follows_by_a_root(cosine, share):
@@ -554,7 +487,6 @@ def test_the_past_follows_by_a_root(cosine, share):
     assert (past > 1) == (share > 0)
 
 
-@unsunk
 @pytest.mark.parametrize(("d", "begins"), [(10, False), (11, False), (12, True), (1000, True)])
 def test_many_new_parameters_begin_the_ramp_anew(d, begins):
     last = fixed(-9.0, d=d)  # a fall as large as any of late

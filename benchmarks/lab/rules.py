@@ -284,22 +284,20 @@ class Now(Tuned):
         "weighed": 1.0,  # 0: adverse steps count as much after a fall larger than any before
         "blown": 4.0,  # a rise counts in the largest as so many times what it was at most
         "in_a_row": 2.0,  # how much the falls in a row count, against the adverse steps
-        "sink": 0.3,  # in noise, the part of what a step says by which S falls either way
         "noisy": 1.0,  # 0: a large cosine counts against S alone, and falls in a row do nothing
         "bias": 0.0,  # on the signal, after the ramp
     }
 
     def begin(self, x: Tensor, seeds: int, steps: int) -> None:
         super().begin(x, seeds, steps)
-        self.adverse, self.most, self.peak, self.usual, self.largest, self.steady, self.fallen = (
-            torch.zeros_like(self.S) for _ in range(7)
+        self.adverse, self.most, self.usual, self.largest, self.steady, self.fallen = (
+            torch.zeros_like(self.S) for _ in range(6)
         )
 
     def step(self, x: Tensor, g: Tensor, u: Tensor) -> Tensor:
         c, one, begun = self.c, torch.ones_like(self.S), self.S > 0
         U, start = self.grow(u)
         toward, fall = -cosine(self.D, g), -(self.D * g).sum(1).double()
-        self.peak.copy_(torch.maximum(self.peak, toward.abs()))
         self.most.copy_(torch.maximum(c.window * self.most, toward.abs()))
         less = torch.where(fall > self.largest, divide(self.largest, fall), one)
         self.adverse.mul_(torch.where(c.weighed > 0, less, one))
@@ -324,9 +322,6 @@ class Now(Tuned):
         up = gain * signal + torch.where(self.adverse > 0, noise**2 * large, 0.0)
         down = gain * signal.abs() + (1 - noise) * large
         by = torch.where(signal > 0, 1 + worth**2 * up, 1 / (1 + worth * down))
-        weak = (1 - self.peak**2).clamp(min=0) ** 16
-        sinks = c.sink * weak * worth * signal.abs() * c.patience / (c.patience + self.adverse)
-        brake = brake * torch.where(self.adverse > 0, 1 + sinks, one)
         ends = begun & (self.adverse == 0) & (signal < 0)
         by = torch.where(ends, c.back * by, by)
         self.adverse.copy_(torch.where(begun, self.adverse + (-signal).clamp(min=0), 0.0))

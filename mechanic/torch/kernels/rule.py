@@ -42,9 +42,9 @@ class _Written:
         return self.kernel.write(f"-{self.name}")
 
     def __pow__(self, exponent: int) -> "_Written":
-        if not (isinstance(exponent, int) and exponent > 0):
-            raise NotImplementedError(f"a rule may take whole powers above 0, not {exponent}.")
-        return self.kernel.write(" * ".join([self.name] * exponent))
+        if exponent != 2:
+            raise NotImplementedError(f"a rule may square a number, not take its power {exponent}.")
+        return self.kernel.write(f"{self.name} * {self.name}")
 
 
 def _operator(symbol: str, *, swapped: bool = False) -> Callable[[_Written, Any], _Written]:

@@ -133,7 +133,7 @@ def weigh(
 
 @triton.jit(do_not_specialize=["total", "count", "tensors"])
 def tune(
-    beta, m, v, r, s, M, U, D, R, L, C, K, scale, share, signal, reference_square, size,
+    beta, m, v, r, s, M, U, D, R, L, C, scale, share, signal, reference_square, size,
     steps, updates, skipped, skipped_in_a_row,
     partials, total, groups, count, made, rates, verdict,
     found_inf, grad_scale, max_norm, table, grads, tensors, biases,
@@ -176,11 +176,11 @@ def tune(
     gg = _total(partials, LIVE_GG, total) * factor * factor
     takes_part = is_live & finite
     betas = tl.load(beta + lane, mask=own, other=0.0)
-    betas, m_, v_, r_, s_, M_, U_, D_, R_, L_, C_, K_, kept = RULE(
+    betas, m_, v_, r_, s_, M_, U_, D_, R_, L_, C_, kept = RULE(
         betas,
         tl.load(m + lane, mask=own, other=0.0), tl.load(v + lane, mask=own, other=0.0),
         tl.load(r + lane, mask=own, other=0.0), tl.load(s + lane, mask=own, other=0.0),
-        tl.load(M), tl.load(U), tl.load(D), tl.load(R), tl.load(L), tl.load(C), tl.load(K), stored,
+        tl.load(M), tl.load(U), tl.load(D), tl.load(R), tl.load(L), tl.load(C), stored,
         dg, dx, gg, xx, tl.load(reference_square), tl.load(size), dd, uu, takes_part, lane,
     )  # fmt: skip
     S = tl.sum(tl.where(own, s_, 0.0), 0)
@@ -196,7 +196,6 @@ def tune(
     tl.store(R, R_)
     tl.store(L, L_)
     tl.store(C, C_)
-    tl.store(K, K_)
     tl.store(scale, S)
     tl.store(share, kept)
     tl.store(signal, tl.where(takes_part, dg, tl.load(signal)))
