@@ -1,6 +1,7 @@
 """The default rule beside sweeps and peers, from the runs that are kept.
 
     python benchmarks/default_rule.py        # seconds: it trains nothing
+    python benchmarks/default_rule.py AB     # another rule of which there are runs on all rows
 
 Reads `results/default_rule.csv` (the runs of the rule as it ships are those of "AA") and what
 `mechanic bench` has kept of sweeps and peers (`results/bench/`), and scores them as `mechanic
@@ -8,6 +9,7 @@ report` does.
 """
 
 import csv
+import sys
 from pathlib import Path
 from statistics import fmean, median
 
@@ -45,8 +47,8 @@ def others() -> list[Run]:
     ]
 
 
-def own(suites: dict[str, str]) -> list[Run]:
-    """Those of the rule as it ships, on the tasks of these suites with the bench's seeds."""
+def own(suites: dict[str, str], rule: str) -> list[Run]:
+    """Those of the rule, on the tasks of these suites with the bench's seeds."""
     return [
         Run(
             *(suites[line["task"]], line["task"], "short", "mechanic", "mechanic", line["base"]),
@@ -57,7 +59,7 @@ def own(suites: dict[str, str]) -> list[Run]:
             metrics={key: float(line[key]) for key in ("train_loss", "test_loss") if line[key]},
         )
         for line in read("default_rule.csv")
-        if line["rule"] == "AA" and line["length"] == "1" and not line["adapters"]
+        if line["rule"] == rule and line["length"] == "1" and not line["adapters"]
         if line["task"] in suites and int(line["seed"]) < SEEDS
     ]
 
@@ -88,7 +90,10 @@ def at_each_lr(runs: list[Run]) -> list[Run]:
 
 def main() -> None:
     bench = others()
-    ours = own({run.task: run.suite for run in bench})
+    rule = sys.argv[1] if len(sys.argv) > 1 else "AA"
+    ours = own({run.task: run.suite for run in bench}, rule)
+    if not ours:
+        raise SystemExit(f"There are no runs of the rule {rule} in default_rule.csv.")
     at_one = [*bench, *(run for run in ours if run.lr == 1.0)]
     (comparison,) = compare(at_one)
     (typed,) = compare([*(run for run in bench if run.kind == "sweep"), *at_each_lr(ours)])
