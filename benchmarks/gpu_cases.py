@@ -24,17 +24,17 @@ Work = Sequence[Callable[[], object]]
 
 SEED = 0
 FIRST = 15
-"""Steps before any is timed: past the first ten of a tuner, which are unlike those that follow."""
+"""Steps before timing begins: the first ten steps of a tuner differ from those that follow."""
 
 CONTEXT = 1024
 VOCABULARY = 50257
 PADDED = 50304
-"""The vocabulary in training: a multiple of 64, which makes the head's product, and so the whole
-step, faster. A slower one would flatter every optimizer."""
+"""The vocabulary in training: a multiple of 64 makes the whole step faster. A slower step would
+flatter every optimizer."""
 
 
 class BlackBox(AdamW):
-    """An AdamW that nobody can know to be one."""
+    """An AdamW that the library cannot recognize as one."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -69,18 +69,18 @@ class Row:
     label: str
     make: Method
     base: str = "adamw"
-    """What the ratio is to"""
+    """The row that the ratio refers to"""
     words: float | None = None
-    """Words moved a parameter in a step, by count"""
+    """Words moved per parameter in a step, by count"""
     kept: float = 4
-    """Words a parameter of weights and state, from which it is known what fits in the memory"""
+    """Words of weights and state per parameter; they decide what fits in the memory"""
     passing: float = 3
-    """Words that come and go in a step, at most"""
+    """Words that are allocated during a step only, at most"""
     package: str | None = None
     option: str | None = None
-    """A package, and an option of mechanize, without which there is no such row"""
+    """A package and an option of mechanize that the row needs"""
     arrives: bool = False
-    """Whether a backward pass brings its gradients before each step"""
+    """Whether a backward pass produces its gradients before each step"""
 
     def lacks(self) -> str | None:
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -95,7 +95,7 @@ ROWS = {
     "adamw": Row("AdamW(fused=True)", fused, words=7, kept=3, passing=0),
     # reads g, Δ; then reads x, g, m, v, Δ, writes x, m, v, Δ
     "mechanic": Row("mechanize(AdamW(fused=True))", lambda p: mechanize(fused(p)), words=11),
-    # the second of these alone; it keeps gradients of its own
+    # reads x, g, m, v, Δ, writes x, m, v, Δ; it keeps gradients of its own
     "sums-in-backward": Row(
         "mechanize(AdamW(fused=True), sums_in_backward=True)",
         lambda p: mechanize(fused(p), sums_in_backward=True),
@@ -159,7 +159,7 @@ WHOLE = ("adamw", "mechanic", "sums-in-backward")
 
 
 def clock(work: Callable[[], object], device: str) -> float:
-    """How many seconds it takes."""
+    """The seconds that the work takes."""
     if device == "cpu":
         begin = time.perf_counter()
         work()
@@ -174,7 +174,7 @@ def clock(work: Callable[[], object], device: str) -> float:
 
 
 def copy_bandwidth(device: str, elements: int = 1 << 30) -> float:
-    """Bytes a second, read and written, of a copy on the device."""
+    """Bytes per second, read and written, of a copy on the device."""
     source = torch.empty(elements, device=device).normal_()
     target = torch.empty_like(source)
 
@@ -213,11 +213,11 @@ class Gradients:
 
 @dataclass
 class Result:
-    """What a method came to; the times are in seconds, one a round."""
+    """What was measured for a method; times are in seconds, one per round."""
 
     memory: tuple[float, float, float] | None
-    """Bytes a parameter beyond weights and gradients: the state, the most in a step, and the most
-    in the first steps; None on a CPU"""
+    """Bytes per parameter beyond weights and gradients: the state, the peak of a step, and the
+    peak of the first steps; None on a CPU"""
     plain_backward: float
     """The time of a backward pass before there was an optimizer"""
     backwards: list[float] = field(default_factory=list)
@@ -225,8 +225,8 @@ class Result:
 
 
 def start(row: Row, gradients: Gradients, device: str) -> tuple[Work, Result]:
-    """Give a method weights of its own, take its first steps, and look at its memory. Returns
-    what is to be timed: its step, after the backward pass if the row has one."""
+    """Give a method its own weights, take its first steps, and measure its memory. Returns what is
+    to be timed: its step, after the backward pass if the row has one."""
     chance = torch.Generator(device).manual_seed(SEED + 1)
     params = []
     for gradient in gradients.tensors:
@@ -286,7 +286,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 without dropout; as it stands, the one of 124M parameters in 148 tensors."""
+    """GPT-2 without dropout; the defaults are those of 124M parameters in 148 tensors."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ def training_steps(
     ids: Tensor,
     count: int,
 ) -> Callable[[], None]:
-    """What takes `count` whole training steps on `ids`, in bf16 autocast."""
+    """A function that takes `count` whole training steps on `ids`, in bf16 autocast."""
 
     def run() -> None:
         for _ in range(count):

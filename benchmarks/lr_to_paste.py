@@ -1,9 +1,9 @@
-"""The lr that `mechanic run` says to type, beside others it could say and the best of a sweep.
+"""The lr that `mechanic run` suggests, beside two other suggestions and the best of a sweep.
 
     python benchmarks/lr_to_paste.py        # two minutes on one core
 
-Each is given to the plain optimizer: 600 steps of 64, a network of one hidden layer, scikit-learn's
-digits and diabetes, seed 0; the loss is that over all data at the end.
+Each lr is given to the plain optimizer: 600 steps of 64 examples, a network with one hidden layer,
+scikit-learn's digits and diabetes, seed 0. The loss is the final one over all data.
 """
 
 import platform
@@ -20,9 +20,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from mechanic.run.advice import find
-from mechanic.run.rows import Row
-from mechanic.run.spool import Track
+from mechanic.run.advice import analyze
+from mechanic.run.rows import HistoryRow
+from mechanic.run.spool import History
 from mechanic.torch import mechanize, tuner
 
 STEPS, BATCH, WIDTH = 600, 64, 64
@@ -42,7 +42,7 @@ def problems() -> dict[str, Data]:
     }
 
 
-def train(data: Data, base: Base, falls: bool, lr: float | None) -> tuple[float, Track]:
+def train(data: Data, base: Base, falls: bool, lr: float | None) -> tuple[float, History]:
     """The loss at the end, and what `mechanic run` would have noted."""
     x, y, criterion = data
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def train(data: Data, base: Base, falls: bool, lr: float | None) -> tuple[float,
     if lr is None:
         mechanize(optimizer)
     schedule = CosineAnnealingLR(optimizer, STEPS) if falls else None
-    track = Track("", 0, groups=[{"lr": 1.0, "initial_lr": 1.0}])
+    history = History("", 0, groups=[{"lr": 1.0, "initial_lr": 1.0}])
     for step in range(1, STEPS + 1):
         rows = torch.randint(len(x), (BATCH,))
         optimizer.zero_grad()
@@ -60,24 +60,25 @@ def train(data: Data, base: Base, falls: bool, lr: float | None) -> tuple[float,
         optimizer.step()
         if lr is None:
             rates = tuple(group["lr"] for group in optimizer.param_groups)
-            track.rows.append(Row(step, 0.0, float(tuner(optimizer).scale), 0, rates, (), ()))
+            scale = float(tuner(optimizer).scale)
+            history.rows.append(HistoryRow(step, 0.0, scale, 0, rates, ()))
         if schedule is not None:
             schedule.step()
-    return float(criterion(model(x), y).detach()), track
+    return float(criterion(model(x), y).detach()), history
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}\n")
-    print("| problem, base, schedule | Mechanic | by lr | the plain median | the final | sweep |")
+    print("| problem, base, schedule | Mechanic | suggested | plain median | final scale | sweep |")
     print("|---|---:|---:|---:|---:|---:|")
     bases: dict[str, Base] = {"AdamW": AdamW, "SGD": partial(SGD, momentum=0.9)}
     for name, data in problems().items():
         for base, make in bases.items():
             for falls in (False, True):
-                own, track = train(data, make, falls, None)
-                found = find(track)
-                settled = [row.scale for row in track.rows if row.step >= (found.ramp or 0)]
+                own, history = train(data, make, falls, None)
+                found = analyze(history)
+                settled = [row.scale for row in history.rows if row.step >= (found.ramp or 0)]
                 says = (found.suggested[0], median(settled), settled[-1])
                 cells = [f"{lr:.2g}, {train(data, make, falls, lr)[0]:.2g}" for lr in says]
                 loss, best = min((train(data, make, falls, lr)[0], lr) for lr in LRS)

@@ -1,13 +1,13 @@
-"""`mechanic run` on the scripts under examples/, against a sweep of the learning rate.
+"""`mechanic run` on the scripts of examples/unmodified/, against a sweep of the learning rate.
 
     python benchmarks/run_examples.py                     # every script, three seeds
     python benchmarks/run_examples.py plain_loop gan      # these alone
     python benchmarks/run_examples.py --output FILE.md    # write the table there too
 
-For each script, a sweep in half decades under plain python; then `mechanic run` with the lr typed
-100 times too small and 100 times too large for the sweep's best. What is compared is the number on
-the last line that the script prints, the mean over the seeds: the loss over the training set, and
-for the GAN a distance between what it draws and the data.
+Each script first runs under plain python at several learning rates in half decades, and then under
+`mechanic run` with the lr typed 100 times smaller and 100 times larger than the best of these. What
+is compared is the number on the last line that the script prints, as a mean over the seeds: the
+loss over the training set, or for the GAN a distance between its drawings and the data.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-GRIDS = {  # half decades, with the best inside
+SCRIPTS = Path(__file__).parents[1] / "examples" / "unmodified"
+GRIDS = {  # half decades, the best of which is not at an end
     "plain_loop": [0.003, 0.01, 0.03, 0.1],
     "trainer": [0.0003, 0.001, 0.003, 0.01],
     "lightning_module": [0.001, 0.003, 0.01, 0.03],
@@ -49,21 +49,21 @@ for arguments in runs:
 
 class Tuned(NamedTuple):
     loss: float
-    learned: list[float]  # what the summary says to paste, one an optimizer
+    learned: list[float]  # what the summary says to paste, for each optimizer
 
 
 def script(name: str) -> str:
-    return str(ROOT / "examples" / f"{name}.py")
+    return str(SCRIPTS / f"{name}.py")
 
 
 def last_number(output: str) -> float:
-    """The number at the end of the last line; infinity for NaN, which is the worst."""
+    """The number at the end of the last line; infinity if it is NaN."""
     value = float(output.rstrip().rsplit(maxsplit=1)[-1])
     return math.inf if math.isnan(value) else value
 
 
 def sweep(name: str, lrs: Sequence[float], seeds: Sequence[int], *more: str) -> dict[float, float]:
-    """The mean final loss at each lr, under plain python: all in one process, to import once."""
+    """The mean final loss at each lr under plain python. One process runs all, to import once."""
     runs = [(lr, seed) for lr in lrs for seed in seeds]
     arguments = [" ".join(["--lr", str(lr), "--seed", str(seed), *more]) for lr, seed in runs]
     output = _output([sys.executable, "-W", "ignore", "-c", _REPEAT, script(name), *arguments])
@@ -103,7 +103,7 @@ def row(name: str, seeds: Sequence[int]) -> str:
 
 
 def _learned(runs: dict[float, list[Tuned]]) -> str:
-    """The least and the greatest lr to paste, of each optimizer."""
+    """The smallest and the largest lr to paste of each optimizer."""
     columns = zip(*(run.learned for of_lr in runs.values() for run in of_lr), strict=True)
     return "; ".join(f"{min(column):.2g} to {max(column):.2g}" for column in columns)
 

@@ -1,13 +1,13 @@
-"""The overhead of `mechanic run` beside a script that calls `mechanize` itself.
+"""The overhead of `mechanic run` compared with a script that calls `mechanize` itself.
 
     python benchmarks/run_overhead.py                    # 1,000 steps, 10 rounds
     python benchmarks/run_overhead.py --output FILE.md   # write the table there too
 
-A round runs the same training loop in processes of their own: with `mechanize` written in, under
-python, twice (how far apart two equal things are), and unedited under `mechanic run`, without and
-with a log. Each prints the time of its loop, without imports: by the clock, and of the processor in
-its process, which what else the machine does disturbs less. The ratio is the median over the rounds
-of a way's time over that of the first in the same round.
+A round runs the same training loop four times, each in a process of its own: twice under python
+with `mechanize` in the script (which shows how far two equal runs differ), and unedited under
+`mechanic run`, without and with a log. Each process prints the time of its loop without imports: by
+the clock, and as processor time, which other work on the machine disturbs less. The ratio is the
+median over the rounds of a way's time divided by the time of the first way in the same round.
 """
 
 import argparse
@@ -39,8 +39,8 @@ for step in range(steps + 50):
     optimizer.step()
 print(time.perf_counter() - clock, time.process_time() - processor)
 """
-# The same loop in one process, with and without the notes that `mechanic run` takes, in turn: what
-# two processes cannot show, because they differ by more.
+# The same loop in one process, with and without the notes that `mechanic run` takes, in turn. Two
+# processes differ by more than the notes cost.
 TURNS = """
 import statistics, sys, time
 import torch
@@ -100,9 +100,9 @@ def measure(steps: int, rounds: int, width: int) -> list[str]:
 
 
 NOTES = [
-    "Steps with and without their notes in turn, in one process under `mechanic run`: medians.",
+    "Steps with and without notes in turn, in one process under `mechanic run`: medians.",
     "",
-    "| MLP, AdamW | without: ms a step | with: ms a step | ratio |",
+    "| MLP, AdamW | without: ms per step | with: ms per step | ratio |",
     "|---|---:|---:|---:|",
 ]
 
@@ -153,7 +153,7 @@ def heading(options: argparse.Namespace) -> list[str]:
         f"mechanic {version('mechanic')}",
         f"- date: {datetime.date.today()}; median (smallest to largest) of {options.rounds} rounds",
         "",
-        f"| MLP, AdamW | {WAYS[0]}: ms a step | {' | '.join(WAYS[1:])} |",
+        f"| MLP, AdamW | {WAYS[0]}: ms per step | {' | '.join(WAYS[1:])} |",
         "|---|---:|---:|---:|---:|",
     ]
 

@@ -1,11 +1,12 @@
-"""What Mechanic adds to a step against the number of processes and of tensors.
+"""What Mechanic adds to a step, by the number of processes and of tensors.
 
     python benchmarks/scaling.py                        # gloo on a CPU: 1, 2 and 4 processes
     python benchmarks/scaling.py --output FILE.md
 
-Parameters are DTensors, sharded over all processes, as FSDP2 leaves them. Steps of AdamW as it is
-and mechanized take turns; the time of a step is that of the slowest process, since all wait for it,
-and what is told is the median. The message is timed alone too: an all-reduce of as many numbers.
+The parameters are DTensors, sharded over all processes as FSDP2 shards them. Steps of plain and of
+mechanized AdamW alternate. The time of a step is that of the slowest process, because all others
+wait for it. The table shows medians. The message, an all-reduce of as many numbers, is also timed
+alone.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from torch import distributed as dist
 from mechanic.torch import mechanize
 
 ELEMENTS = 2_000_000  # over all processes
-NUMBERS = 10  # what a step sends, in float64
+NUMBERS = 11  # what a step sends, in float64
 WARM_UP = 15  # past the first steps, which send a second message
 
 
@@ -110,7 +111,7 @@ def heading(options: argparse.Namespace) -> list[str]:
         "",
         f"- command: `python benchmarks/scaling.py --rounds {options.rounds}`",
         f"- hardware: {platform.machine()}, {os.cpu_count()} cores, gloo over loopback, "
-        "one thread a process",
+        "one thread per process",
         f"- versions: Python {platform.python_version()}, torch {torch.__version__}",
         f"- date: {datetime.date.today()}; {ELEMENTS // 10**6}M parameters in all, sharded; "
         f"median of {options.rounds} rounds after {WARM_UP}",

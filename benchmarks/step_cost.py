@@ -1,15 +1,15 @@
 """The cost of a mechanized step, as a ratio to the step of its base.
 
     python benchmarks/step_cost.py                               # on the CPU, one thread
-    python benchmarks/step_cost.py --device cuda --whole-step    # on a GPU: all there is
+    python benchmarks/step_cost.py --device cuda --whole-step    # on a GPU: everything
     python benchmarks/step_cost.py --device cuda --cases 124M --methods mechanic black-box
     python benchmarks/step_cost.py --device cuda --cases --whole-step    # training steps alone
     python benchmarks/step_cost.py --output FILE.md              # write the tables there too
 
-All is measured in one run, in rounds: a round times one step of every method, so that what else
-the machine does falls on all of them alike. The ratio is the median over the rounds of a method's
-time over its base's in the same round. On a GPU the clock runs from before the host's first call
-to the end of the last kernel, and the gradients are drawn anew in each round.
+Everything is measured in one run, in rounds. A round times one step of every method, so that other
+work on the machine affects all of them alike. The ratio is the median over the rounds of a method's
+time divided by its base's time in the same round. On a GPU the clock runs from before the first
+call of the host to the end of the last kernel. The gradients are drawn again in each round.
 """
 
 import argparse
@@ -56,7 +56,7 @@ Emit = Callable[..., None]
 
 WARM_UP = {"cpu": 3, "cuda": FIRST}
 TOKENS = (32, 1024)
-RUN = 3  # whole training steps that are timed at once: the host works ahead of the GPU
+RUN = 3  # training steps that are timed together, because the host works ahead of the GPU
 
 # name: the shapes of the parameters
 CASES: dict[str, dict[str, Shapes]] = {
@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Shapes]] = {
 
 
 def methods() -> dict[str, dict[str, Method]]:
-    """On a CPU: each base with what is measured against it, the base itself first."""
+    """On a CPU: each base, and the methods that are compared with it; the base comes first."""
     import mechanic_pytorch
     import prodigyopt
 
@@ -119,12 +119,12 @@ def in_rounds(
     warm_up: int,
     begin_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[list[float]]]:
-    """The times of each work, a list for each of its parts, which are run one after another."""
+    """The times of each work: one list for each of its parts, which run one after another."""
     times: dict[str, list[list[float]]] = {name: [[] for _ in works[name]] for name in works}
     order, chance = list(works), random.Random(SEED)
     for turn in range(warm_up + rounds):
         begin_round()
-        chance.shuffle(order)  # none always follows the same other
+        chance.shuffle(order)  # so that no method always follows the same other one
         for name in order:
             for part, kept in zip(works[name], times[name], strict=True):
                 seconds = clock(part, device)
@@ -134,7 +134,7 @@ def in_rounds(
 
 
 def ratios(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """The median over the rounds, and what the middle half lies between."""
+    """The median over the rounds, and the bounds of the middle half."""
     own = sorted(time / other for time, other in zip(times, base, strict=True))
     quarter = len(own) // 4
     return statistics.median(own), own[quarter], own[-1 - quarter]
@@ -161,7 +161,7 @@ def cpu_table(rounds: int, emit: Emit) -> None:
 
 
 def groups(names: Iterable[str], room: float) -> list[list[str]]:
-    """Split the methods into what fits in `room` words a parameter, each with its base."""
+    """Split the methods into groups that fit in `room` words per parameter, each with its base."""
     made: list[list[str]] = []
     for name in names:
         both = dict.fromkeys([ROWS[name].base, name])
@@ -177,14 +177,14 @@ def groups(names: Iterable[str], room: float) -> list[list[str]]:
 def measure_group(
     names: list[str], case: Shapes, rounds: int, device: str
 ) -> dict[str, Result | str]:
-    """Time methods that fit into the memory at once; of one that fails, its error."""
+    """Time methods that fit into the memory together; a method that fails gives its error."""
     gradients = Gradients(case, device)
     works: dict[str, Work] = {}
     results: dict[str, Result | str] = {}
     for name in names:
         try:
             works[name], results[name] = start(ROWS[name], gradients, device)
-        except Exception as error:  # whatever a package raises must not cost the others their run
+        except Exception as error:  # an error of one package must not stop the others
             traceback.print_exc()
             results[name] = f"failed: {type(error).__name__}"
         free_memory()
@@ -197,7 +197,7 @@ def measure_group(
 def gpu_table(
     case: str, names: Iterable[str], rounds: int, copy: float, emit: Emit, device: str = "cuda"
 ) -> None:
-    """All rows of a case, those of a group as soon as they are measured, and what else was seen."""
+    """All rows of a case, each group as soon as it is measured, and then the notes."""
     sizes = CASES["cuda"][case]
     size = sum(map(math.prod, sizes))
     emit(f"## {case} parameters in {len(sizes):,} tensors", "")
@@ -220,8 +220,8 @@ def gpu_table(
             if row.arrives and isinstance(own, Result):
                 ms = statistics.median(own.backwards) * 1e3
                 notes.append(
-                    f"{row.label}: {ms:.2f} ms for the backward pass that brings the gradients, "
-                    f"{own.plain_backward * 1e3:.2f} before it took sums"
+                    f"{row.label}: {ms:.2f} ms for the backward pass that takes the sums, "
+                    f"{own.plain_backward * 1e3:.2f} for one that does not"
                 )
         told.update(group)
     for name, reason in lacking.items():
@@ -252,7 +252,7 @@ def whole_step(
     tokens: tuple[int, int] = TOKENS,
     **shape: int,
 ) -> None:
-    """Whole training steps of GPT-2; the methods have a model each, of the same weights."""
+    """Whole training steps of GPT-2. Each method has its own model with the same weights."""
     emit("## A whole training step of GPT-2", "")
     emit("| method | ms | ratio | middle half |", "|---|---:|---:|---:|")
     lacking = {name: reason for name in WHOLE if (reason := ROWS[name].lacks())}
@@ -284,7 +284,7 @@ def whole_step(
         emit(f"| {ROWS[name].label} | – | {reason} | – |")
     emit(
         "",
-        f"{tokens[0] * tokens[1]:,} random tokens a step, a vocabulary of {vocabulary:,}, bf16 "
+        f"{tokens[0] * tokens[1]:,} random tokens per step, a vocabulary of {vocabulary:,}, bf16 "
         f"autocast, compiled; each time is that of {RUN} steps in a row, divided by {RUN}.",
         "",
     )
@@ -335,7 +335,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds to take the median of")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="rounds over which the median is taken"
+    )
     parser.add_argument("--output", help="write the table to this Markdown file as well")
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument(
@@ -350,7 +352,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=list(ROWS),
         metavar="NAME",
-        help=f"the rows, their bases come with them (default all): {', '.join(ROWS)}",
+        help=f"the rows; their bases are added (default all): {', '.join(ROWS)}",
     )
     gpu.add_argument("--whole-step", action="store_true", help="time training steps of GPT-2 too")
     args = parser.parse_args()
@@ -366,12 +368,13 @@ def parse() -> argparse.Namespace:
 
 
 LEGEND = """
-"ratio": to the method under "over", the median over the rounds; half of them lie in the "middle
-half". A method that does not fit into the memory beside all others is timed in rounds with some of
-them, its base among them. The rest is in bytes a parameter. "bytes": moved in a step, by count, and
-"of a copy": those over the time, as a fraction of the bandwidth of the copy. "state": kept beyond
-weights and gradients; "peak": the most allocated in a step beyond them; "first": the same in the
-first steps.
+- "ratio" is the time relative to the method under "over": the median over the rounds. Half of the
+  rounds lie in the "middle half". A method that does not fit into the memory beside all others is
+  timed in rounds with its base and some of them.
+- "bytes" are the bytes per parameter that a step moves, by count. "of a copy" is the rate at which
+  they are moved, relative to a copy on the device.
+- "state" is what is kept beyond weights and gradients, "peak" is the most that is allocated beyond
+  them during a step, and "first" is the same during the first steps, all in bytes per parameter.
 """
 
 

@@ -4,9 +4,9 @@
     python examples/digits.py --output demo.png --steps 250 --seed 0
 
 AdamW and SGD with momentum train a small network on digits shifted by up to a pixel. The sweep runs
-nine learning rates; Mechanic runs once, whether the lr that is typed is 1e-4, 1 or 1e4. All runs
-have the same first weights, the same batches and the same cosine schedule, without warm-up. A seed
-is one draw of all that: try others.
+nine learning rates. Mechanic runs once with each of the typed learning rates 1e-4, 1 and 1e4. All
+runs share the initial weights, the batches and a cosine schedule without warm-up. The seed
+determines all of these; try others.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from mechanic.torch import mechanize, tuner
 
-# Two decades to either side of a usual choice, 0.01 and 0.1, in half decades.
+# Half decades: two decades to either side of a usual choice, 0.01 for AdamW and 0.1 for SGD.
 SWEEPS = {
     "AdamW": [10 ** (k / 2) for k in range(-8, 1)],
     "SGD with momentum": [10 ** (k / 2) for k in range(-6, 3)],
@@ -39,8 +39,8 @@ SWEEPS = {
 TYPED = [1e-4, 1.0, 1e4]
 GUESSING = math.log(10)  # the loss of giving each digit the same probability
 
-# Okabe and Ito's colours, for all kinds of colour vision. The three lines of Mechanic lie on one
-# another, so each is thinner than the one under it.
+# The colours of Okabe and Ito, which suit all kinds of colour vision. The three lines of Mechanic
+# coincide, so each is thinner than the one below it.
 STYLES: dict[str, dict[str, Any]] = {
     "best of sweep": {"color": "#e69f00", "marker": "*", "markersize": 14, "zorder": 3},
     "10x too small": {"color": "#cc79a7", "marker": "v", "markersize": 9},
@@ -57,7 +57,7 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]  # images and labels to train on, t
 
 class Run(NamedTuple):
     typed: float
-    found: float  # the lr before its schedule: as typed, or Mechanic's, the median over the steps
+    found: float  # the lr before its schedule: the typed one, or the median of Mechanic's
     rates: list[float]  # the lr in force, step by step
     losses: list[float]  # the loss of the batch, step by step
     train_loss: float  # over all training images at the end; infinite if the run diverged
@@ -72,7 +72,7 @@ class Comparison(NamedTuple):
         return min(self.sweep, key=lambda run: run.train_loss)
 
     def shown(self) -> dict[str, Run]:
-        """By label: the sweep's best, those it has of an lr ten times off, and Mechanic's."""
+        """By label: the sweep's best, the runs at ten times less and more, and Mechanic's."""
         best = self.sweep.index(self.best())
         places = {"best of sweep": best, "10x too small": best - 2, "10x too large": best + 2}
         runs = {label: self.sweep[i] for label, i in places.items() if 0 <= i < len(self.sweep)}
@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
 
 
 def shifted(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Each image in nine places: more than so small a network learns by heart in so few steps."""
+    """Each image in nine places: more than a small network can memorize in a few steps."""
     padded = pad(images.view(-1, 8, 8), (1, 1, 1, 1))
     places = [padded[:, i : i + 8, j : j + 8].flatten(1) for i in range(3) for j in range(3)]
     return torch.cat(places), labels.repeat(9)
@@ -126,7 +126,7 @@ def train(
 
 
 def compare(steps: int, seed: int) -> dict[str, Comparison]:
-    """All runs, under two progress bars: of the runs, and of the steps of the present one."""
+    """All runs, with two progress bars: for the runs, and for the steps of the current one."""
     data = load_data(seed)
     jobs = [(name, lr, False) for name in SWEEPS for lr in SWEEPS[name]]
     jobs += [(name, lr, True) for name in SWEEPS for lr in TYPED]
@@ -149,7 +149,7 @@ def make_table(results: dict[str, Comparison], title: str) -> Table:
     sweeps = [run for result in results.values() for run in result.sweep]
     lost = sum(run.train_loss >= GUESSING for run in sweeps)
     caption = (
-        "Best: of the lowest train loss. Found by Mechanic: the median over the steps. "
+        "Best: the lowest train loss. Found by Mechanic: the median over the steps. "
         f"{lost} of the {len(sweeps)} sweep runs ended no better than guessing."
     )
     table = Table("run", title=title, caption=caption)
@@ -242,8 +242,10 @@ def save_plot(results: dict[str, Comparison], path: Path) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learning-rate sweep against Mechanic.")
     parser.add_argument("--output", type=Path, default="demo.png", help="where to save the plot")
-    parser.add_argument("--steps", type=int, default=250, help="of each run, at least 10")
-    parser.add_argument("--seed", type=int, default=0, help="of split, weights and batches")
+    parser.add_argument("--steps", type=int, default=250, help="steps of each run, at least 10")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the split, the weights and the batches"
+    )
     options = parser.parse_args()
     if options.output.suffix != ".png" or options.output.is_dir():
         parser.error(f"--output must name a .png file, got {options.output}")
@@ -260,7 +262,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(1)  # so small a network is slower on more, and in oneDNN's kernels
+    torch.set_num_threads(1)  # a small network is slower with more threads and with oneDNN
     torch.backends.mkldnn.set_flags(False)
     results = compare(options.steps, options.seed)
     save_plot(results, options.output)

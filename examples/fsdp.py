@@ -1,10 +1,10 @@
 """FSDP2 with a learned learning rate: a small transformer reads digits row by row, sharded.
 
     torchrun --nproc-per-node 2 examples/fsdp.py
-    torchrun --nproc-per-node 4 examples/fsdp.py --checkpoint run1             # saves as it goes
+    torchrun --nproc-per-node 4 examples/fsdp.py --checkpoint run1             # saves at the end
     torchrun --nproc-per-node 2 examples/fsdp.py --checkpoint run1 --resume    # at any world size
 
-gloo on a CPU, nccl on GPUs. Whatever the number of processes, the learned rate is the same.
+It uses gloo on a CPU and nccl on GPUs. The learned rate is the same with any number of processes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCH = 64  # over all processes
 
 
 class Reader(nn.Module):
-    """Eight rows of eight pixels, one row a token."""
+    """Reads eight rows of eight pixels; each row is a token."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Reader(nn.Module):
 
 
 def batches(steps: range, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This process's part of each step's batch, which is the same at every world size."""
+    """This process's part of each batch. The whole batch is the same at every world size."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -60,8 +60,8 @@ def batches(steps: range, device: torch.device) -> Iterator[tuple[torch.Tensor, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="save here when done")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save here at the end")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FOLDER, where the run was saved")
