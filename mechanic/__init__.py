@@ -1,10 +1,10 @@
 """Mechanic: a learning-rate tuner that wraps any optimizer.
 
-Importing this package imports no framework. Take the adapter you train with::
+Importing this package imports no framework. Import the adapter of the framework you use::
 
     from mechanic.torch import mechanize
 
-`mechanic.tuner` is the mathematics, and the place to start reading.
+`mechanic.tuner` holds the mathematics, and is the place to start reading.
 """
 
 from mechanic.options import Options, Preset

@@ -1,4 +1,4 @@
-"""`python -m mechanic` is `mechanic`."""
+"""Lets `python -m mechanic` do what the command `mechanic` does."""
 
 import sys
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mechanic
-from mechanic.run.request import add_arguments, check, check_drawing, split
+from mechanic.run.request import add_arguments, check_plot_path, make_request, split_arguments
 
 STORAGE = "sqlite:///mechanic-bench.db"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, and hand over to the command."""
+    """Parse and check the arguments, and call the command."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     target: list[str] = []
-    if given[:1] == ["run"]:  # what follows the script's name is the script's
-        own, target = split(given[1:])
-        given = ["run", *own]
+    if given[:1] == ["run"]:  # arguments after the script's name belong to the script
+        run_options, target = split_arguments(given[1:])
+        given = ["run", *run_options]
     parser = _parser()
     options, unknown = parser.parse_known_args(given)
     options.target = target
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"there is no {unknown[0]}; see mechanic {options.command} --help")
         _check_packages(options)
         return int(options.run(options))
-    except ValueError as error:  # what the user gave was wrong, and the message says how
+    except ValueError as error:  # the user's input was wrong, and the message says why
         parser.exit(2, f"mechanic {options.command}: {error}\n")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _check_packages(options: argparse.Namespace) -> None:
     needed = {
-        "run": (),  # says itself, by what it is asked for
+        "run": (),  # what it needs depends on its options: see mechanic.run.request
         "plot": ("matplotlib",),
     }.get(options.command, ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly"))
     if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
@@ -59,10 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mechanic {mechanic.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", help="tune a training script that nobody edits"))
-    _add_plot(commands.add_parser("plot", help="draw what run has logged"))
-    _add_bench(commands.add_parser("bench", help="sweeps, Mechanic and its peers on real tasks"))
-    _add_report(commands.add_parser("report", help="tables and figures of what bench has run"))
+    _add_run(commands.add_parser("run", help="tune a training script without editing it"))
+    _add_plot(commands.add_parser("plot", help="draw what `run --log` has written"))
+    _add_bench(
+        commands.add_parser("bench", help="compare sweeps, Mechanic and its peers on real tasks")
+    )
+    _add_report(
+        commands.add_parser("report", help="write tables and figures of the runs of `bench`")
+    )
     return parser
 
 
@@ -73,50 +77,66 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_plot)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="what --log made")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a log folder")
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         default=Path("mechanic-run.png"),
         metavar="FILE",
-        help="where to draw it: png, svg or pdf (mechanic-run.png)",
+        help="the file to draw to: png, svg or pdf (default: mechanic-run.png)",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
     from mechanic.run import supervise
 
-    return supervise.main(check(options, options.target))
+    return supervise.main(make_request(options, options.target))
 
 
 def _plot(options: argparse.Namespace) -> int:
     from mechanic.run import plot
 
-    check_drawing(options.output, "-o")
+    check_plot_path(options.output, "-o")
     plot.draw(plot.load_all(options.folders), options.output)
     print(options.output)
     return 0
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     parser.set_defaults(run=_bench)
-    add("suites", nargs="*", metavar="SUITE", help="what to run, or all; --list shows them")
-    add("--tasks", nargs="+", default=[], metavar="TASK", help="only these tasks of the suites")
+    _add_bench_runs(parser)
+    _add_bench_resources(parser)
+    parser.add_argument(
+        "--list", action="store_true", help="list the tasks and methods, and run nothing"
+    )
+
+
+def _add_bench_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which runs to make."""
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help="the suites to run, or all; see --list")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="run only these tasks of the suites")
     add(
         "--methods",
         nargs="+",
         default=[],
         metavar="METHOD",
-        help="only these methods, or groups of them: sweeps, presets, peers",
+        help="run only these methods, or groups of methods: sweeps, presets, peers",
     )
-    add("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N-1 of each run (3)")
+    add(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="repeat each run with the seeds 0 to N-1 (default: 3)",
+    )
     add(
         "--budget",
         choices=("smoke", "short", "full"),
         default="short",
-        help="smoke: does it run; short: minutes (the default); full: as long as the paper's",
+        help="smoke: only see that all tasks run; short: minutes (the default); full: as long as "
+        "in the paper",
     )
     add(
         "--typed",
@@ -124,79 +144,83 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[1.0],
         metavar="LR",
-        help="learning rates to type for Mechanic (1)",
+        help="the learning rates to type for Mechanic (default: 1)",
     )
+    add(
+        "--retry-failed",
+        action="store_true",
+        help="run again the runs that met an error; those that diverged are not repeated",
+    )
+
+
+def _add_bench_resources(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where to run, and where data and results are."""
+    add = parser.add_argument
     add(
         "--jobs",
         type=int,
         default=None,
         metavar="N",
-        help="runs at the same time (the cores on a CPU, 1 on a GPU)",
+        help="number of runs at the same time (default: the number of cores on a CPU, 1 on a GPU)",
     )
-    add("--device", default=None, help="cpu, cuda, cuda:1 … (the first GPU if there is one)")
+    add("--device", default=None, help="cpu, cuda, cuda:1 … (default: the first GPU if any)")
     add(
         "--data",
         type=Path,
         default=None,
         metavar="FOLDER",
-        help="where the data is; what packages bundle needs none",
+        help="the data folder; data that comes with packages needs none",
     )
-    add("--corpus", default="", metavar="NAME", help="which text of the folder to learn")
-    add("--download", action="store_true", help="fetch what is missing and can be fetched")
+    add("--corpus", default="", metavar="NAME", help="the text of the data folder to learn")
+    add("--download", action="store_true", help="download missing data where that is possible")
     add(
         "--storage",
         default=STORAGE,
         metavar="URL",
-        help=f"any Optuna storage ({STORAGE}); one on a "
-        "server spreads the work over all machines that run this command",
+        help=f"any Optuna storage (default: {STORAGE}); with one on a server, all machines that "
+        "run this command share the work",
     )
-    add(
-        "--retry-failed",
-        action="store_true",
-        help="run again what met an error; what diverged did so for good",
-    )
-    add("--list", action="store_true", help="list the tasks and methods, and run nothing")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=_report)
-    add("suites", nargs="*", metavar="SUITE", help="only these suites")
+    add("suites", nargs="*", metavar="SUITE", help="report only these suites")
     add(
         "--storage",
         nargs="+",
         default=[STORAGE],
         metavar="URL",
-        help=f"where bench keeps its runs ({STORAGE}); several are taken together",
+        help=f"where bench has stored its runs (default: {STORAGE}); several are combined",
     )
     add(
         "--output",
         type=Path,
         default=Path("mechanic-report"),
         metavar="FOLDER",
-        help="where to write (mechanic-report)",
+        help="the folder to write to (default: mechanic-report)",
     )
-    add("--title", default="Mechanic bench", help="of the page")
+    add("--title", default="Mechanic bench", help="the title of the report")
 
 
 def _bench(options: argparse.Namespace) -> int:
     from mechanic.bench import run
 
     options.suites = options.suites or (["all"] if options.list else [])
-    request = _request(options)
+    request = _bench_request(options)
     if not options.list:
         return run.main(request)
     run.show_tasks(request)
     return 0
 
 
-def _request(options: argparse.Namespace) -> Any:
+def _bench_request(options: argparse.Namespace) -> Any:
     import os
 
     import torch
 
     from mechanic.bench.data import Data
-    from mechanic.bench.plan import Request
+    from mechanic.bench.plan import BenchRequest
     from mechanic.bench.suites import SUITES
 
     suites = tuple(SUITES) if "all" in options.suites else tuple(dict.fromkeys(options.suites))
@@ -210,13 +234,13 @@ def _request(options: argparse.Namespace) -> Any:
     if options.jobs is not None:
         _at_least_one("--jobs", options.jobs)
     if bad := [lr for lr in options.typed if not 0 < lr < float("inf")]:
-        raise ValueError(f"--typed: a learning rate is positive and finite, got {bad[0]}")
+        raise ValueError(f"--typed: a learning rate must be positive and finite, got {bad[0]}")
     if options.data is not None and not options.data.is_dir():
-        raise ValueError(f"--data must name a folder, got {options.data}")
-    return Request(
+        raise ValueError(f"--data must name an existing folder, got {options.data}")
+    return BenchRequest(
         suites=suites,
         tasks=tuple(options.tasks),
-        methods=_methods(options.methods),
+        methods=_method_names(options.methods),
         seeds=options.seeds,
         budget=options.budget,
         typed=tuple(dict.fromkeys(options.typed)),
@@ -244,14 +268,14 @@ def _check_device(device: str) -> None:
         ) from None
 
 
-def _methods(asked: Sequence[str]) -> tuple[str, ...]:
+def _method_names(given: Sequence[str]) -> tuple[str, ...]:
     from mechanic.bench.methods import GROUPS, METHODS
 
     names: list[str] = []
-    for name in asked:
+    for name in given:
         if name not in METHODS and name not in GROUPS:
-            there = ", ".join((*GROUPS, *METHODS))
-            raise ValueError(f"--methods: there is no {name!r}; there are {there}")
+            known = ", ".join((*GROUPS, *METHODS))
+            raise ValueError(f"--methods: there is no {name!r}; choose from {known}")
         names += GROUPS.get(name, (name,))
     return tuple(dict.fromkeys(names))
 
@@ -262,16 +286,18 @@ def _report(options: argparse.Namespace) -> int:
     from mechanic.bench.suites import SUITES
 
     if wrong := [suite for suite in options.suites if suite not in SUITES]:
-        raise ValueError(f"there is no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
+        raise ValueError(f"there is no suite {', '.join(wrong)}; choose from {', '.join(SUITES)}")
     runs = []
     for url in map(_storage_url, options.storage):
         check_storage(url)
         runs += load(open_storage(url))
-    there = sorted({run.suite for run in runs})
+    stored = sorted({run.suite for run in runs})
     runs = [run for run in runs if not options.suites or run.suite in options.suites]
     if not runs:
-        what = f"of {', '.join(options.suites)}; there are runs of {', '.join(there)}"
-        raise ValueError(f"no run has ended yet {what if there else ''}".rstrip())
+        if not stored:
+            raise ValueError("no run has ended yet")
+        suites = ", ".join(options.suites)
+        raise ValueError(f"no run of {suites} has ended yet; choose from {', '.join(stored)}")
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         for path in write_report(runs, options.output, title=options.title):
@@ -282,7 +308,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _storage_url(given: str) -> str:
-    """A file's name is as good as its URL."""
+    """Turn the name of an SQLite file into its URL."""
     return given if "://" in given or not given.endswith(".db") else f"sqlite:///{given}"
 
 

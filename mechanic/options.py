@@ -1,4 +1,4 @@
-"""The options of a tuner: one frozen dataclass, checked where it is made."""
+"""The options of a tuner: one frozen dataclass that checks its values."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ PAPER_BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 
 
 class _Values(NamedTuple):
-    """What a preset takes for the options that are left unset."""
+    """What a preset uses for the options that are not given."""
 
     s_init: float | Literal["relative"]
     s_decay: float
@@ -29,7 +29,7 @@ _PRESETS: dict[Preset, _Values] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the tuner. `None` stands for the preset's own value.
+    """Options of the tuner. `None` stands for the value of the preset.
 
     >>> Options(preset="paper").s_init
     1e-08
@@ -40,33 +40,35 @@ class Options:
     """
 
     preset: Preset = "default"
-    """Which rule tunes: the `default`, or as published `paper`, `mechanic-pytorch` or `optax`."""
+    """The rule that tunes: `default`, or one as published: `paper`, `mechanic-pytorch`, `optax`."""
 
     s_init: float | Literal["relative"] | None = None
-    """The first non-zero scale: a number, or `"relative"` to the problem (see `tuner.start`)."""
+    """The first non-zero scale: a number, or `"relative"` to the size of the weights, as
+    `tuner.start` computes it."""
 
     s_decay: float | None = None
-    """Algorithm 1's λ. Above 0 it makes the result depend on the learning rate that is typed."""
+    """The λ of Algorithm 1. In the presets other than the default, a value above 0 makes the result
+    depend on the learning rate that is typed."""
 
     betas: tuple[float, ...] = None  # type: ignore[assignment]
-    """The discount of each tuner; their scales are summed."""
+    """The discount of each tuner; the scales of the tuners are added up."""
 
     max_scale: float = math.inf
     """A cap: the effective learning rate is at most `max_scale` times the one that is typed."""
 
     skip_nonfinite: bool = True
-    """Skip a step whose gradients hold NaN or inf. Fused optimizers do it without a host
-    synchronisation; for the others on a GPU it costs one scalar a step."""
+    """Skip a step whose gradients hold NaN or inf. On a GPU, fused optimizers need no host
+    synchronisation for this; the others copy one scalar to the host in each step."""
 
     max_grad_norm: float = math.inf
-    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does, in the step."""
+    """Clip the gradients to this norm within the step, as `torch.nn.utils.clip_grad_norm_` does."""
 
     sums_in_backward: bool = False
-    """On a GPU, take the sums over a gradient when it arrives, while backward runs."""
+    """On a GPU, take the sums over each gradient while backward runs, as soon as it is complete."""
 
     displacement: Literal["float32", "bfloat16"] = "float32"
-    """The dtype that displacements are stored in. In bfloat16 they are rounded so that many small
-    updates still add up."""
+    """The dtype in which displacements are stored. In bfloat16 they are rounded in such a way
+    that many small updates still add up."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in _PRESETS:
@@ -111,7 +113,7 @@ class Options:
 
 
 def _is_real(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number, of any library that registers its numbers with Python."""
+    """Whether a value is a finite number, of any library that registers its types as `Real`."""
     return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 

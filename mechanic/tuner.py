@@ -15,10 +15,10 @@ Learning Rate Tuner"):
     m, v, r  its largest size, sum of squares and collected reward, discounted by β
     =======  ==========================================================================
 
-A rule maps `(options, state, sums)` to `(state, keep)`: the next state, whose scales the
-next parameters are made with, and the share of Δ_t that stays (1 in the paper),
+A rule maps `(options, state, sums)` to `(state, retained)`: the next state, whose scales the next
+parameters are made with, and the part of Δ_t that is retained (1 in the paper),
 
-    Δ_{t+1} = keep·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
+    Δ_{t+1} = retained·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
 
 `docs/algorithm.md` lists each place where a rule leaves the paper's text, and why.
 """
@@ -33,13 +33,15 @@ from mechanic.options import Options, Preset
 Array: TypeAlias = Any
 """A NumPy, torch or JAX array; there is no common type to name."""
 
-# The constants of the default rule, the same for every task. docs/research.md has what they were
+# The constants of the default rule, the same for every task. docs/tried.md has what they were
 # chosen on and what they were confirmed on.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = 4.0  # a rise of S·h so far above its falls of late may halve it; L grows by no more
-SHORT = 0.95  # how late
+OUTLIER = (
+    4.0  # a rise of S·h this many times above its recent falls may halve S; L grows by no more
+)
+SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
@@ -47,8 +49,13 @@ EPS = 1e-8  # the ε of the two codes of the paper's authors
 
 
 class Sums(NamedTuple):
-    """What one step measures, over all parameters: `dx`, `gg` and `xx` for a decay above 0, the
-    last four for a relative start. Those that are not needed may be 0."""
+    """What one step measures. Those that are not needed may be 0: `dx`, `xx` and `gg` are for a
+    decay above 0, `x1`, `d`, `dd` and `uu` for a relative start, and a rule that takes the cosine
+    needs `gg` and `dd` whatever the options.
+
+    `dg` and `gg` are over the groups whose lr is not 0, `dx` and `xx` over all parameters that have
+    a gradient, and `dd` over those without one, too.
+    """
 
     dg: Array
     """⟨Δ_t, g_t⟩"""
@@ -69,7 +76,8 @@ class Sums(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t."""
+    """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t. The default
+    rule uses m, v and r for numbers of its own, which its docstring explains."""
 
     beta: Array
     m: Array
@@ -77,7 +85,7 @@ class State(NamedTuple):
     r: Array
     s: Array
     M: Array
-    """The number of parameters (default rule)"""
+    """The number of parameters that the ramp was made for (default rule)"""
     U: Array
     """The largest ‖u‖ so far (relative start)"""
     D: Array
@@ -87,7 +95,11 @@ class State(NamedTuple):
     L: Array
     """R, but that one step against Δ raises it `OUTLIER`-fold at most (default rule)"""
     C: Array
-    """The −S·h of late steps in a row along Δ, together, as a part of L (default rule)"""
+    """The −S·h of the recent steps in a row along Δ, added up, as a part of L (default rule)"""
+
+
+PER_BETA = ("beta", "m", "v", "r", "s")
+"""The fields of `State` that hold one number for each β; the others hold one number."""
 
 
 def init(options: Options, beta: Array) -> State:
@@ -113,17 +125,17 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     >>> round(float(state.s.sum() / options.s_init), 3)
     1.487
     """
-    state, keep = RULES[options.preset].update(options, state, sums)
-    s, D = _capped(options, state.s), keep * namespace(sums.dd).sqrt(sums.dd)
-    return state._replace(s=s, D=D), keep
+    state, retained = RULES[options.preset].update(options, state, sums)
+    s, D = _capped(options, state.s), retained * namespace(sums.dd).sqrt(sums.dd)
+    return state._replace(s=s, D=D), retained
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """The scale is multiplied or divided each step, by the cosine of Δ and −g.
 
-    Here m is the largest cosine of late, and r the largest −S·h, or a part of the largest S·h; v
-    counts the steps against Δ, each of which makes the tuner slower; C is what the steps since the
-    last of them come to; and M is the number of parameters that the ramp was made for.
+    Here m is the largest recent cosine, and r the largest recent −S·h, or a part of the largest
+    recent S·h; v counts the steps against Δ, each of which makes the tuner slower; C is what the
+    steps since the last of them come to.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     S = s.sum()
@@ -178,10 +190,10 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # lies a little closer to x_ref than at a fixed scale, and S settles as much higher.
     past = xp.sqrt(xp.where(grown > 1, xp.sqrt(grown), grown))
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
-    keep = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
+    retained = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
     M = xp.where(is_new, sums.d, state.M)
     m, r, R, L, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, L, C))  # a new ramp
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), keep
+    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), retained
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -201,14 +213,14 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
     S = s.sum()
-    keep = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
+    retained = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
-    h = keep * (sums.dg + decay)
+    h = retained * (sums.dg + decay)
     m = _max(beta * m, abs(h))
     v = beta**2 * v + h**2
     r = _max(beta * r - s * h, 0.0)
     s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
-    return state._replace(m=m, v=v, r=r, s=s, U=U), keep
+    return state._replace(m=m, v=v, r=r, s=s, U=U), retained
 
 
 def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -216,14 +228,14 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
     S = s.sum()
-    keep = S / (S + EPS)
+    retained = S / (S + EPS)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
-    h = keep * (sums.dg + decay)
+    h = retained * (sums.dg + decay)
     r = beta * r - s * xp.clip(h + 0 * m, -m, m)  # the stored reward may be negative
     m = _max(beta * m, abs(h) + EPS)
     v = beta**2 * v + h**2
     W = sigma * m / len(beta) + _max(r, 0.0)
-    return state._replace(m=m, v=v, r=r, s=W / (xp.sqrt(v) + EPS), U=U), keep
+    return state._replace(m=m, v=v, r=r, s=W / (xp.sqrt(v) + EPS), U=U), retained
 
 
 def _capped(options: Options, s: Array) -> Array:
@@ -246,6 +258,11 @@ RULES: dict[Preset, Rule] = {
     "mechanic-pytorch": Rule(_mechanic_pytorch, decays_after_base=True),
     "optax": Rule(_optax),
 }
+
+
+def reads_x(options: Options) -> bool:
+    """Whether the sums read the parameters themselves."""
+    return options.s_decay != 0
 
 
 def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
-"""What trains a problem: the bases of a sweep, Mechanic over each, the learning-rate-free peers.
+"""What trains a problem: the bases of a sweep, Mechanic over each base, and the peers.
 
-A method is one row of `METHODS`. Peers are set up as their READMEs recommend; each gets the task's
-schedule unless its authors say that it needs none.
+The peers are other learning-rate-free methods. Each is set up as its README recommends, and follows
+the task's schedule unless its authors say that it needs none. Each method is one row of `METHODS`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from mechanic.bench.record import Kind
+from mechanic.bench.record import MethodKind
 from mechanic.bench.task import Problem, Task
 from mechanic.torch import mechanize, tuner
 
@@ -31,52 +31,54 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def version(package: str) -> str | None:
-    """What is installed of a package, None if nothing."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 @dataclass(frozen=True)
-class Live:
-    """A method at work on a problem."""
+class RunningMethod:
+    """A method that trains a problem."""
 
     optimizer: Optimizer
     rate: Callable[[], float]
-    """The lr in force now, schedule included; NaN if the method has none to tell."""
+    """The lr in force now, schedule included; NaN if the method has none to report."""
     scheduled: bool = True
-    """Whether the task's schedule is set on the optimizer."""
-    after_step: Callable[[], None] = _nothing
-    before_evaluation: Callable[[], None] = _nothing
-    """Puts the weights that the method would ship into the model."""
+    """Whether the optimizer follows the schedule of the task."""
+    after_step: Callable[[], None] = _do_nothing
+    before_evaluation: Callable[[], None] = _do_nothing
+    """Puts the final weights of the method into the model, for example their average."""
 
 
-Build = Callable[[Problem, str, float], Live]  # of a problem, base and typed lr
+BuildMethod = Callable[[Problem, str, float], RunningMethod]
+"""Starts a method on a problem, given the name of a base and the lr that is typed."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train."""
+    """A way to train, by name."""
 
     name: str
-    kind: Kind
-    build: Build
+    kind: MethodKind
+    build: BuildMethod
     bases: tuple[str, ...] = BASES
-    """What it can wrap or be; ("",) if it is what it is, and runs once for all bases of a task."""
+    """The bases that it can wrap, or that it has a variant of; ("",) for a method that has no base
+    and runs once for each task."""
     lr: float = 1.0
-    """What to type; a sweep's come from the task."""
+    """The lr to type; those of a sweep come from the task."""
     package: str = "torch"
-    """The distribution it comes from."""
+    """The distribution that it comes from."""
     on_request: bool = False
-    """Only where a task or the user names it."""
+    """Whether it runs only where a task or the user names it."""
 
-    def cells(self, task: Task, typed: tuple[float, ...]) -> Mapping[str, tuple[float, ...]]:
-        """The learning rates to type on a task, by base."""
+    def typed_rates(self, task: Task, typed: tuple[float, ...]) -> Mapping[str, tuple[float, ...]]:
+        """The learning rates to type on a task, for each base."""
         if self.bases == ("",):
             return {"": (self.lr,)}
         bases = [base for base in task.grids if base in self.bases]
@@ -86,14 +88,14 @@ class Method:
 
 
 def hyperparameters(problem: Problem, base: str) -> dict[str, Any]:
-    """Those of a base on a problem, without the lr."""
+    """The hyperparameters of a base on a problem, without the lr."""
     return {**_DEFAULTS[base], **problem.hyperparameters.get(base, {})}
 
 
 def make_base(
-    problem: Problem, base: str, lr: float, wrap: Callable[[Any], Any] = lambda c: c
+    problem: Problem, base: str, lr: float, wrap: Callable[[Any], Any] = lambda cls: cls
 ) -> Any:
-    """The base optimizer of a problem; `wrap` may exchange its class."""
+    """Make the base optimizer of a problem. `wrap` may replace its class."""
     options = hyperparameters(problem, base)
     parameters = list(problem.model.parameters())
     on_gpu = parameters[0].is_cuda
@@ -114,20 +116,20 @@ def _group_rate(optimizer: Optimizer, key: str | None = None) -> Callable[[], fl
     return rate
 
 
-def _sweep(problem: Problem, base: str, lr: float) -> Live:
+def _sweep(problem: Problem, base: str, lr: float) -> RunningMethod:
     optimizer = make_base(problem, base, lr)
-    return Live(optimizer, _group_rate(optimizer))
+    return RunningMethod(optimizer, _group_rate(optimizer))
 
 
-def _mechanic(**options: Any) -> Build:
-    def build(problem: Problem, base: str, lr: float) -> Live:
+def _mechanic(**options: Any) -> BuildMethod:
+    def build(problem: Problem, base: str, lr: float) -> RunningMethod:
         optimizer = mechanize(make_base(problem, base, lr), **options)
-        return Live(optimizer, lambda: float(tuner(optimizer).effective_lr[0]))
+        return RunningMethod(optimizer, lambda: float(tuner(optimizer).effective_lr[0]))
 
     return build
 
 
-def _mechanic_pytorch(problem: Problem, base: str, lr: float) -> Live:
+def _mechanic_pytorch(problem: Problem, base: str, lr: float) -> RunningMethod:
     from mechanic_pytorch import mechanize as mechanize_peer
 
     optimizer = make_base(problem, base, lr, mechanize_peer)
@@ -136,16 +138,16 @@ def _mechanic_pytorch(problem: Problem, base: str, lr: float) -> Live:
         scales = optimizer.state.get("_mechanic", {}).get("s")
         return math.nan if scales is None else float(scales.sum()) * optimizer.param_groups[0]["lr"]
 
-    return Live(optimizer, rate)
+    return RunningMethod(optimizer, rate)
 
 
 def _quietly(make: Callable[..., Optimizer], *args: Any, **options: Any) -> Optimizer:
-    """Without what some constructors print."""
+    """Make an optimizer whose constructor prints, without the print."""
     with contextlib.redirect_stdout(io.StringIO()):
         return make(*args, **options)
 
 
-def _prodigy(problem: Problem, base: str, lr: float) -> Live:
+def _prodigy(problem: Problem, base: str, lr: float) -> RunningMethod:
     from prodigyopt import Prodigy
 
     # "To avoid issues with warm-up, use option safeguard_warmup=True"
@@ -156,10 +158,10 @@ def _prodigy(problem: Problem, base: str, lr: float) -> Live:
         safeguard_warmup=problem.schedule(0.0) < problem.schedule(0.1),
         **hyperparameters(problem, "adamw"),
     )
-    return Live(optimizer, _group_rate(optimizer, "d"))
+    return RunningMethod(optimizer, _group_rate(optimizer, "d"))
 
 
-def _dadaptation(problem: Problem, base: str, lr: float) -> Live:
+def _dadaptation(problem: Problem, base: str, lr: float) -> RunningMethod:
     import dadaptation
 
     options = hyperparameters(problem, base)
@@ -171,22 +173,22 @@ def _dadaptation(problem: Problem, base: str, lr: float) -> Live:
     optimizer = _quietly(make, problem.model.parameters(), lr=lr, **options)
     rate = _group_rate(optimizer, "d")
     if base != "sgd":
-        return Live(optimizer, rate)
-    # Its steps are divided by the first gradient's norm, and its momentum is an average.
-    group, share = optimizer.param_groups[0], 1 - options["momentum"]
-    return Live(optimizer, lambda: rate() * share / group.get("g0_norm", math.nan))
+        return RunningMethod(optimizer, rate)
+    # DAdaptSGD divides its steps by the norm of the first gradient, and its momentum is an average.
+    group, weight = optimizer.param_groups[0], 1 - options["momentum"]
+    return RunningMethod(optimizer, lambda: rate() * weight / group.get("g0_norm", math.nan))
 
 
-def _dog(layerwise: bool) -> Build:
-    def build(problem: Problem, base: str, lr: float) -> Live:
+def _dog(layerwise: bool) -> BuildMethod:
+    def build(problem: Problem, base: str, lr: float) -> RunningMethod:
         from dog import DoG, LDoG, PolynomialDecayAverager
 
         decay = hyperparameters(problem, "sgd").get("weight_decay", 0.0)
         # "unless the model uses batch-normalization, in which case the suggested value is 1e-4"
-        first = 1e-4 if _has_batch_norm(problem.model) else 1e-6
+        first_step = 1e-4 if _has_batch_norm(problem.model) else 1e-6
         make = LDoG if layerwise else DoG
         parameters = problem.model.parameters()
-        optimizer = make(parameters, lr=lr, reps_rel=first, weight_decay=decay)
+        optimizer = make(parameters, lr=lr, reps_rel=first_step, weight_decay=decay)
         averager = PolynomialDecayAverager(problem.model)  # "must be combined with averaging"
 
         def rate() -> float:
@@ -198,12 +200,12 @@ def _dog(layerwise: bool) -> Build:
         def take_average() -> None:
             problem.model.load_state_dict(averager.averaged_model.state_dict())
 
-        return Live(optimizer, rate, False, averager.step, take_average)
+        return RunningMethod(optimizer, rate, False, averager.step, take_average)
 
     return build
 
 
-def _schedule_free(problem: Problem, base: str, lr: float) -> Live:
+def _schedule_free(problem: Problem, base: str, lr: float) -> RunningMethod:
     import schedulefree
 
     sgd = base == "sgd"
@@ -216,9 +218,11 @@ def _schedule_free(problem: Problem, base: str, lr: float) -> Live:
     )
     optimizer.train()
 
-    def to_evaluate() -> None:
+    def before_evaluation() -> None:
         optimizer.eval()
-        if _has_batch_norm(problem.model):  # the README's remedy: statistics at x instead of y
+        if _has_batch_norm(
+            problem.model
+        ):  # as its README advises: take the statistics at x, not at y
             problem.model.train()
             with torch.no_grad():
                 for batch in itertools.islice(problem.batches, 50):
@@ -227,7 +231,7 @@ def _schedule_free(problem: Problem, base: str, lr: float) -> Live:
     def rate() -> float:
         return float(optimizer.param_groups[0]["scheduled_lr"])
 
-    return Live(optimizer, rate, scheduled=False, before_evaluation=to_evaluate)
+    return RunningMethod(optimizer, rate, scheduled=False, before_evaluation=before_evaluation)
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
@@ -241,13 +245,13 @@ _ALL = (
     Method("mechanic-paper", "mechanic", _mechanic(preset="paper")),
     Method("mechanic-optax", "mechanic", _mechanic(preset="optax")),
     Method("mechanic-pytorch-preset", "mechanic", _mechanic(preset="mechanic-pytorch")),
-    # Table 2 of the paper has λ = 0.1 beside the usual 0.01.
+    # Table 2 of the paper has λ = 0.1 as well as the usual 0.01.
     Method("mechanic-paper-lambda-0.1", "mechanic", _mechanic(preset="paper", s_decay=0.1),
            on_request=True),
     Method("mechanic-pytorch", "peer", _mechanic_pytorch, package="mechanic-pytorch"),
     Method("prodigy", "peer", _prodigy, ("",), package="prodigyopt"),
     Method("dadaptation", "peer", _dadaptation, ("sgd", "adamw"), package="dadaptation"),
-    # "highly experimental", its README says: not to be held against the other two.
+    # A method of its own, because its README calls it "highly experimental".
     Method("dadaptation-lion", "peer", _dadaptation, ("lion",), package="dadaptation"),
     Method("dog", "peer", _dog(layerwise=False), ("",), package="dog-optimizer"),
     Method("ldog", "peer", _dog(layerwise=True), ("",), package="dog-optimizer"),
@@ -261,9 +265,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def choose(task: Task, asked: tuple[str, ...]) -> list[Method]:
-    """The methods to run on a task: those asked for, else all that it and they allow."""
-    names = asked or tuple(task.only_methods)
+def choose(task: Task, requested: tuple[str, ...]) -> list[Method]:
+    """The methods to run on a task: the requested ones, or else the default ones of the task."""
+    names = requested or tuple(task.only_methods)
     if names:
         return [METHODS[name] for name in names]
     extra = set(task.extra_methods)

@@ -1,4 +1,4 @@
-"""How much of a difference between two methods the seeds explain."""
+"""How much of the difference between two methods is only noise between seeds."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ def t_quantile(freedom: int) -> float:
     """The two-sided 95 % quantile of Student's t."""
     if freedom <= len(_T95):
         return _T95[freedom - 1]
-    z = 1.959964  # the normal's, with the first terms of Fisher's expansion: good to 3 digits
+    z = 1.959964  # of the normal distribution; two terms of Fisher's expansion give 3 digits
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     return z + (z**3 + z) / (4 * freedom) + second
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two methods, paired over the seeds that both were run with."""
+    """The difference of two methods, paired over the seeds that both were run with."""
 
     mean: float
     noise: float
@@ -30,23 +30,23 @@ class Difference:
 
     @property
     def within_noise(self) -> bool | None:
-        """None where nothing can be said."""
+        """Whether 0 lies in the interval; None if the noise is unknown."""
         return None if math.isnan(self.noise) else abs(self.mean) <= self.noise
 
     @property
-    def verdict(self) -> Literal["better", "worse", "within", "untold"]:
-        """Of the first, where low is good."""
+    def verdict(self) -> Literal["better", "worse", "within_noise", "undecided"]:
+        """How the first method compares with the second, where low is good."""
         if self.within_noise is None:
-            return "untold"
+            return "undecided"
         if self.within_noise:
-            return "within"
+            return "within_noise"
         return "better" if self.mean < 0 else "worse"
 
 
 def paired(
     ours: Mapping[int, float], theirs: Mapping[int, float], scale: float = 1.0
 ) -> Difference | None:
-    """Ours less theirs times `scale` over the common seeds; None if there are none."""
+    """`scale` times ours minus theirs, over the seeds in common; None if there are none."""
     gaps = [scale * (ours[seed] - theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     if not gaps:
         return None

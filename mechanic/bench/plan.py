@@ -1,4 +1,4 @@
-"""What `mechanic bench` is asked for, and the runs that follow from it."""
+"""What the user asks of `mechanic bench`, and the runs that follow from it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from mechanic.bench.task import Budget, Task
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the user asked for."""
+class BenchRequest:
+    """A checked command line."""
 
     suites: tuple[str, ...]
     tasks: tuple[str, ...]
-    """Empty for all."""
+    """Empty for all tasks."""
     methods: tuple[str, ...]
-    """Empty for all."""
+    """Empty for all methods."""
     seeds: int
     budget: Budget
     typed: tuple[float, ...]
@@ -30,27 +30,27 @@ class Request:
     retry_failed: bool
 
 
-class Plan(NamedTuple):
-    """What follows from a request."""
+class BenchPlan(NamedTuple):
+    """The runs that follow from a request."""
 
     grids: list[Grid]
     skipped: list[str]
-    """What cannot run here, and why, a line each."""
+    """One line for each thing that cannot run here, with the reason."""
 
 
-def tasks_of(request: Request) -> list[Task]:
-    """All of the suites asked for, whether they can run here or not."""
+def tasks_of(request: BenchRequest) -> list[Task]:
+    """The tasks of a request, whether they can run here or not."""
     tasks = [task for suite in request.suites for task in SUITES[suite](request.data)]
     if unknown := set(request.tasks) - {task.name for task in tasks}:
-        there = ", ".join(task.name for task in tasks)
+        known = ", ".join(task.name for task in tasks)
         raise ValueError(
-            f"--tasks: no task is named {', '.join(sorted(unknown))}; there are {there}"
+            f"--tasks: no task is named {', '.join(sorted(unknown))}; choose from {known}"
         )
     return [task for task in tasks if not request.tasks or task.name in request.tasks]
 
 
-def make_plan(request: Request) -> Plan:
-    """Every cell to run, and what is left out."""
+def make_plan(request: BenchRequest) -> BenchPlan:
+    """Find all runs of a request, and what is left out."""
     grids: list[Grid] = []
     skipped: dict[str, None] = {}  # each line once, in order
     for task in tasks_of(request):
@@ -59,7 +59,7 @@ def make_plan(request: Request) -> Plan:
             continue
         data = request.data.identity(*task.uses)
         for method in choose(task, request.methods):
-            for base, lrs in method.cells(task, request.typed).items():
+            for base, lrs in method.typed_rates(task, request.typed).items():
                 key = task.suite, task.name, request.budget, method.name, method.kind, base
                 grid = Grid(*key, task.metric, data, lrs, tuple(range(request.seeds)))
                 needed = {method.package, METHODS[base].package if base else method.package}
@@ -68,4 +68,4 @@ def make_plan(request: Request) -> Plan:
                     skipped[f"{grid.label}: {absent[0]} is not installed; {fix}"] = None
                 else:
                     grids.append(grid)
-    return Plan(grids, list(skipped))
+    return BenchPlan(grids, list(skipped))

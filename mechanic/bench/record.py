@@ -1,51 +1,56 @@
-"""What a run leaves behind: the contract between the study, which writes it, and the report."""
+"""What is kept of a run: the study writes it, the report reads it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["sweep", "mechanic", "peer"]
+MethodKind = Literal["sweep", "mechanic", "peer"]
+"""A base of a sweep, Mechanic over a base, or another learning-rate-free method."""
 Status = Literal["done", "diverged", "failed"]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The course of a run: at most some hundred points, each the mean over the steps before it."""
+    """The course of a run, as at most 200 points."""
 
     step: Sequence[int]
     loss: Sequence[float]
-    """Of the batches, in train mode."""
+    """The mean loss of the batches since the point before, in train mode."""
     lr: Sequence[float]
-    """In force, schedule included: as typed in a sweep, as learned otherwise; NaN if unknown."""
+    """The lr in force, schedule included: typed in a sweep, learned otherwise; NaN if unknown."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One trial that has ended."""
+    """One run that has ended.
+
+    It is a flat record, like a row of a database: its fields are the columns of `runs.csv`, except
+    for the curve. The first eight identify the run.
+    """
 
     suite: str
     task: str
     budget: str
     method: str
-    """Of a sweep the base's name: "adamw". Of Mechanic "mechanic" or "mechanic-paper" and the like,
-    of a peer its own name."""
-    kind: Kind
+    """For a sweep the name of the base, for example "adamw"; for Mechanic "mechanic",
+    "mechanic-paper" and the like; for a peer its own name."""
+    kind: MethodKind
     base: str
-    """The base that is swept or wrapped: "sgd", "adamw", "lion". A peer's is "", it runs once for
-    all bases of the task."""
+    """The base that is swept or wrapped: "sgd", "adamw", "lion". Empty for a peer that runs only
+    once for all bases of the task."""
     lr: float
-    """Typed; of a peer what its README recommends."""
+    """The lr that is typed; for a peer, the one that its README recommends."""
     seed: int
     status: Status
     reason: str = ""
-    """Why it diverged or failed, for people to read."""
+    """Why the run diverged or failed, in words."""
     start_loss: float = float("nan")
-    """Train loss before the first step."""
+    """The train loss before the first step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """At the end: "train_loss", and others by task."""
+    """The metrics at the end: "train_loss", and others that depend on the task."""
     metric: str = ""
-    """The one of them to show beside the train loss; better high unless it ends in "loss"."""
+    """The metric to show beside the train loss. High is better unless the name ends in "loss"."""
     curve: Curve = Curve((), (), ())
     seconds: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    """device, operators (on a GPU), python, torch, mechanic, packages of peers, date (ISO)."""
+    """The device, operators (on a GPU), versions of Python and of the packages, date (ISO)."""

@@ -1,4 +1,4 @@
-"""The command `mechanic bench`: the workers, and what people see of them."""
+"""The command `mechanic bench`: starts workers, and shows their progress and the results."""
 
 import signal
 from collections import Counter
@@ -24,70 +24,74 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from mechanic.bench import study as studies
 from mechanic.bench.methods import GROUPS
-from mechanic.bench.plan import Plan, Request, make_plan, tasks_of
+from mechanic.bench.plan import BenchPlan, BenchRequest, make_plan, tasks_of
 from mechanic.bench.score import Comparison, compare, summarize
-from mechanic.bench.study import Ended, Grid
-from mechanic.bench.worker import SPOILT, work
+from mechanic.bench.study import CellResult, Grid
+from mechanic.bench.worker import RESTART, run_worker
 
 
 class WorkerError(Exception):
-    """Workers do not work here."""
+    """Workers cannot run here at all."""
 
 
 @dataclass(eq=False)
 class _Worker:
     process: SpawnProcess
-    line: Connection
+    connection: Connection
     bar: TaskID
-    heard: bool = False
-    """Whether it has said anything yet."""
+    has_reported: bool = False
+    """Whether any message has come from it."""
 
 
 class Bench:
-    """The parent: starts workers, buries the dead, and shows what comes."""
+    """The parent process: starts workers, replaces those that die, and shows what they report."""
 
-    def __init__(self, request: Request, plan: Plan, storage: RDBStorage, console: Console) -> None:
+    def __init__(
+        self, request: BenchRequest, plan: BenchPlan, storage: RDBStorage, console: Console
+    ) -> None:
         self.request, self.plan, self.storage, self.console = request, plan, storage, console
-        room = max(16, min(58, console.width - 62))
-        words = TextColumn(f"{{task.description:<{room}.{room}}}")
-        columns = words, BarColumn(20), MofNCompleteColumn()
+        width = max(16, min(58, console.width - 62))
+        description = TextColumn(f"{{task.description:<{width}.{width}}}")
+        columns = description, BarColumn(20), MofNCompleteColumn()
         times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
         self.progress = Progress(*columns, *times, console=console, transient=True)
         self.workers: list[_Worker] = []
         self.grids: list[Grid] = []
         self.ended: dict[str, set[tuple[float, int]]] = {}
+        """The cells that have ended, by the name of their grid."""
 
     def run(self) -> None:
-        """All cells."""
-        # They spend their first seconds importing, while we look at what there is to do.
+        """Run all cells of the plan."""
+        # Started first, because they spend seconds on imports while the queue is filled here.
         cells = sum(len(grid.cells) for grid in self.plan.grids)
         self.workers = [self._start() for _ in range(min(self.request.jobs, cells))]
         try:
             self.grids = self._queue_all()
             with self.progress:
-                self._watch()
+                self._wait_for_workers()
         finally:
             for worker in self.workers:
                 worker.process.kill()
 
-    def _watch(self) -> None:
+    def _wait_for_workers(self) -> None:
         total = sum(len(grid.cells) for grid in self.plan.grids)
         done = sum(map(len, self.ended.values()))
         self.bar = self.progress.add_task("runs", total=total, completed=done)
         if self.grids:
             for worker in self.workers:
-                worker.line.send(self.grids)
+                worker.connection.send(self.grids)
         while self.grids and self.workers:
-            for line in wait([worker.line for worker in self.workers]):
-                self._listen(next(worker for worker in self.workers if worker.line is line))
+            ready = wait([worker.connection for worker in self.workers])
+            for worker in [worker for worker in self.workers if worker.connection in ready]:
+                self._receive(worker)
 
     def _queue_all(self) -> list[Grid]:
-        """The grids that have cells to run, each queued."""
+        """Queue the cells of all grids. Returns the grids that have cells to run."""
         open_grids = []
-        with self.console.status("looking at what is there"):
+        with self.console.status("looking at the runs in the storage"):
             for grid in self.plan.grids:
                 study = studies.open_study(self.storage, grid)
-                studies.reap(study)
+                studies.release_lost(study)
                 studies.queue(study, grid, self.request.retry_failed)
                 self.ended[grid.name] = studies.finished(study, grid)
                 if len(self.ended[grid.name]) < len(grid.cells) or self.request.retry_failed:
@@ -96,92 +100,86 @@ class Bench:
 
     def _start(self) -> _Worker:
         context = get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(self.request, theirs))
-        # Ctrl-C is ours alone, and we end them: what is ignored here is ignored there from birth.
+        connection, worker_connection = context.Pipe()
+        process = context.Process(target=run_worker, args=(self.request, worker_connection))
+        # Workers inherit that SIGINT is ignored. On Ctrl-C, only the parent acts, and kills them.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             process.start()
         finally:
             signal.signal(signal.SIGINT, handler)
-        theirs.close()
-        return _Worker(process, ours, self.progress.add_task("starting", total=1))
+        worker_connection.close()
+        return _Worker(process, connection, self.progress.add_task("starting", total=1))
 
-    def _listen(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
-            subject, news = worker.line.recv()
+            subject, news = worker.connection.recv()
         except (EOFError, OSError):
-            self._mourn(worker)
+            self._replace(worker)
             return
-        worker.heard = True
+        worker.has_reported = True
         if isinstance(subject, Grid):
-            self._note(subject, news)
+            self._show_result(subject, news)
         else:
             done, steps = news
             if done == 0:  # a new run, with a time of its own
                 self.progress.reset(worker.bar, description=subject)
             self.progress.update(worker.bar, completed=done, total=steps)
 
-    def _mourn(self, worker: _Worker) -> None:
-        """A worker has gone: its trial failed if it was killed, and another takes its place."""
+    def _replace(self, worker: _Worker) -> None:
+        """A worker has ended. If it was killed, its trial has failed and a new worker starts."""
         worker.process.join()
         self.workers.remove(worker)
         self.progress.remove_task(worker.bar)
         code = worker.process.exitcode or 0
         if code == 0:
             return
-        if code != SPOILT:
+        if code != RESTART:
             death = f"of signal {-code}" if code < 0 else f"with exit code {code}"
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-            self._bury(worker, f"the worker died {death}{memory}")
+            self._record_death(worker, f"the worker died {death}{memory}")
         self.workers.append(self._start())
-        self.workers[-1].line.send(self.grids)
+        self.workers[-1].connection.send(self.grids)
 
-    def _bury(self, worker: _Worker, reason: str) -> None:
-        pid, buried = worker.process.pid or 0, 0
+    def _record_death(self, worker: _Worker, reason: str) -> None:
+        pid, failed = worker.process.pid or 0, 0
         for grid in self.grids:
             study = studies.open_study(self.storage, grid)
-            buried += studies.bury(study, self.storage, pid, reason)
-        if not buried and not worker.heard:  # it did not die of a run: so would the next one
-            raise WorkerError(f"{reason} before it had run anything; what it said is above")
+            failed += studies.fail_trials_of(study, self.storage, pid, reason)
+        if not failed and not worker.has_reported:  # no run killed it: the next one would die too
+            raise WorkerError(f"{reason} before it had run anything; its messages are above")
         self.console.print(reason, style="red")
 
-    def _note(self, grid: Grid, ended: Ended | None) -> None:
-        if ended is None:
-            self._all_ended(grid)
+    def _show_result(self, grid: Grid, result: CellResult | None) -> None:
+        """Show the result of a cell. None says that all cells of the grid have ended."""
+        if result is None:
+            self.ended[grid.name] = set(grid.cells)
+            self._show_count()
             return
-        self.ended[grid.name].add((ended.lr, ended.seed))
-        text = (
-            f"train loss {ended.text}"
-            if ended.status == "done"
-            else f"{ended.status}: {ended.text}"
-        )
-        style = {"done": "", "diverged": "yellow", "failed": "red"}[ended.status]
-        line = f"{grid.name}  lr {ended.lr:.3g}  seed {ended.seed}  {text}"
+        self.ended[grid.name].add((result.lr, result.seed))
+        what = "train loss " if result.status == "done" else f"{result.status}: "
+        style = {"done": "", "diverged": "yellow", "failed": "red"}[result.status]
+        line = f"{grid.name}  lr {result.lr:.3g}  seed {result.seed}  {what}{result.text}"
         self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
-        self._show_count()
-
-    def _all_ended(self, grid: Grid) -> None:
-        self.ended[grid.name] = set(grid.cells)
         self._show_count()
 
     def _show_count(self) -> None:
         self.progress.update(self.bar, completed=sum(map(len, self.ended.values())))
 
 
-def show_tasks(request: Request) -> None:
-    """What there is to run, and what each task lacks here."""
+def show_tasks(request: BenchRequest) -> None:
+    """List the tasks and methods, and what each task lacks here."""
     console = Console()
-    table = Table("task", "what", box=None, pad_edge=False)
-    lacking: dict[str, list[str]] = {}
+    table = Table("task", "description", box=None, pad_edge=False)
+    missing: dict[str, list[str]] = {}
     for task in tasks_of(request):
         table.add_row(
             f"{task.suite}/{task.name}", task.about + (" (cannot run)" * bool(task.missing))
         )
         if task.missing:
-            lacking.setdefault(task.missing, []).append(task.name)
+            missing.setdefault(task.missing, []).append(task.name)
     console.print(table)
-    for reason, names in lacking.items():
+    for reason, names in missing.items():
         console.print(
             f"\ncannot run: {', '.join(names)}\n  {reason}", highlight=False, markup=False
         )
@@ -190,30 +188,30 @@ def show_tasks(request: Request) -> None:
 
 
 def _show_results(comparisons: list[Comparison]) -> None:
-    """The end of it, on the standard output; all else is on the other stream."""
+    """Print the results to standard output. Everything else goes to standard error."""
     console = Console()
     for comparison in comparisons:
         if comparison.budget == "smoke":
-            console.print("All that could run has run; smoke is too short to compare anything.")
+            console.print("All tasks that can run here have run; smoke runs compare nothing.")
         elif not comparison.scored:
-            console.print("No sweep to compare with: --methods sweeps adds them.")
+            console.print("There is no sweep to compare with: add one with --methods sweeps.")
         else:
             console.print(_table(comparison))
 
 
 def _table(comparison: Comparison) -> Table:
-    caption = "Of what the best of the sweep gained; rank among the methods of a row."
+    caption = "In % of what the best of the sweep gained. Rank among the methods of a row."
     table = Table(title=f"Excess over the best of a sweep, {comparison.budget}", caption=caption)
     for column in ("method", "mean", "worst", "mean rank", "rows"):
         table.add_column(column, justify="left" if column == "method" else "right")
-    for line in summarize(comparison):
-        numbers = f"{line.mean:+.2f} %", f"{line.worst:+.2f} %", f"{line.rank:.2f}", f"{line.rows}"
-        table.add_row(line.method.label, *numbers)
+    for summary in summarize(comparison):
+        excess = f"{summary.mean:+.2f} %", f"{summary.worst:+.2f} %"
+        table.add_row(summary.method.label, *excess, f"{summary.rank:.2f}", f"{summary.rows}")
     return table
 
 
-def run_bench(request: Request, console: Console) -> int:
-    """Run all that is asked for and not there yet; the exit code."""
+def run_bench(request: BenchRequest, console: Console) -> int:
+    """Run what the request asks for and the storage does not have yet. Returns the exit code."""
     plan = make_plan(request)
     storage = studies.open_storage(request.storage)
 
@@ -226,7 +224,8 @@ def run_bench(request: Request, console: Console) -> int:
         say("Nothing to run.", "red")
         return 1
     cells = sum(len(grid.cells) for grid in plan.grids)
-    say(f"{cells} runs, {request.jobs} at a time, kept in {studies.shown(request.storage)}")
+    storage_name = studies.without_password(request.storage)
+    say(f"{cells} runs, {request.jobs} at a time, stored in {storage_name}")
     Bench(request, plan, storage, console).run()
     wanted = {(g.suite, g.task, g.budget, g.method, g.base) for g in plan.grids}
     runs = [
@@ -235,7 +234,7 @@ def run_bench(request: Request, console: Console) -> int:
         if (run.suite, run.task, run.budget, run.method, run.base) in wanted
     ]
     _show_results(compare(runs))
-    say("mechanic report writes tables and figures of all that is in the storage.")
+    say("mechanic report writes tables and figures of all runs in the storage.")
     reasons = Counter(run.reason for run in runs if run.status == "failed")
     for reason, count in reasons.items():
         say(f"failed: {count} of {len(runs)} runs: {reason}", "red")
@@ -244,13 +243,13 @@ def run_bench(request: Request, console: Console) -> int:
     return 1 if reasons else 0
 
 
-def main(request: Request) -> int:
-    """As the command does it: Ctrl-C loses the running cells and nothing else."""
+def main(request: BenchRequest) -> int:
+    """Run the command. Ctrl-C loses the runs that are under way, and nothing else."""
     console = Console(stderr=True)
     try:
         return run_bench(request, console)
     except KeyboardInterrupt:
-        console.print("Stopped. What has ended is kept: the same command goes on from there.")
+        console.print("Stopped. Finished runs are stored: the same command goes on from there.")
         return 130
     except (WorkerError, StorageInternalError, SQLAlchemyError) as error:
         first = str(error).splitlines()[0]

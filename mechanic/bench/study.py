@@ -1,13 +1,13 @@
-"""All runs, in an Optuna storage: what is to be run, by whom it is being run, and what came of it.
+"""All runs, in an Optuna storage: which runs wait, which process has taken which, and the results.
 
-A `Grid` (one method over one base on one task: learning rates times seeds) is one Optuna study, a
-cell of it one trial. Cells are queued once; Optuna hands a queued trial to one process only, on
-whatever machine. How a trial ends:
+A `Grid` holds the runs of one method over one base on one task. It is one Optuna study. Each of its
+cells, a learning rate and a seed, is one trial. Cells are queued once. Optuna gives a queued trial
+to a single process, on any machine. A trial ends in one of these states:
 
     COMPLETE               with its outcome
-    FAIL with a reason     diverged, or an error: a result too, never run again unless asked
-    FAIL without a reason  lost with its process: the cell is queued again
-    PRUNED                 two processes queued the cell at the same time; the later one yields
+    FAIL with a reason     it diverged or met an error; it runs again only if the user asks for it
+    FAIL without a reason  its process was lost; the cell is queued again
+    PRUNED                 two processes queued the cell at the same time; this trial came later
 """
 
 import contextlib
@@ -31,16 +31,17 @@ from optuna.samplers import GridSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from mechanic.bench.record import Curve, Kind, Run, Status
+from mechanic.bench.record import Curve, MethodKind, Run, Status
 from mechanic.bench.train import DivergedError, Outcome
 
-_BEAT = 10  # seconds between two signs of life of a running trial
-_INTRODUCTION = 10  # seconds to say who has taken a trial; it takes milliseconds
-_GRACE = 60  # seconds without one after which another machine takes it for dead
+_HEARTBEAT = 10  # seconds between two heartbeats of a running trial
+_GRACE = 60  # seconds without a heartbeat after which other machines take a process for dead
+_CLAIM_TIME = 10  # seconds for a process to write its name into a trial; milliseconds are enough
 
 
 def _host() -> str:
-    """Where a process number means the same: machines and containers may share a name."""
+    """A name for this machine or container, within which process numbers are unique. The host name
+    alone would not do: several may share one."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -49,126 +50,135 @@ def _host() -> str:
 
 
 _HOST = _host()
-_nameless: dict[tuple[str, int], float] = {}  # running trials that nobody owns to: when first seen
+_unclaimed: dict[tuple[str, int], float] = {}  # when a running trial without a name was first seen
 
-optuna.logging.set_verbosity(optuna.logging.CRITICAL)  # what happened to a trial is in the storage
+optuna.logging.set_verbosity(optuna.logging.CRITICAL)  # the storage says what happened to a trial
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of one method over one base on one task."""
+    """The runs of one method over one base on one task: learning rates times seeds."""
 
     suite: str
     task: str
     budget: str
     method: str
-    kind: Kind
+    kind: MethodKind
     base: str
     metric: str
     data: str
-    """What tells its data from others of the same name."""
+    """A hash of the data, which tells it from other data of the same name."""
     lrs: tuple[float, ...]
     seeds: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Of the study."""
+        """The name of the study."""
         parts = self.suite, self.task, self.budget, self.method, self.base
         return "/".join(part for part in parts if part)
 
     @property
     def label(self) -> str:
-        """Method and base for people, who need not hear "adamw over adamw"."""
+        """Method and base for the user, but "adamw" where "adamw/adamw" would say no more."""
         return self.method if self.base in ("", self.method) else f"{self.method}/{self.base}"
 
     @property
     def cells(self) -> list[tuple[float, int]]:
-        """Typed lr and seed of each run."""
+        """The typed lr and the seed of each run."""
         return list(itertools.product(self.lrs, self.seeds))
 
 
 class _Sampler(GridSampler):
-    """Optuna's, for cells that are queued.
+    """Optuna's sampler, restricted to cells that are queued.
 
-    Left to itself it gives one cell to two processes that ask at the same moment, and a grid that
-    grows by a seed would be numbered anew.
+    The original would give one cell to two processes that ask at the same moment, and would number
+    the cells again when the grid grows by a seed.
     """
 
     def after_trial(self, *args: Any) -> None:
-        """The end is where no cell is left in the queue, which `work` sees."""
+        """The original would stop the study here. Instead, `run_cells` stops at an empty queue."""
 
 
 def open_storage(url: str) -> RDBStorage:
-    """Any database that Optuna takes; made if it is not there."""
-    lite = url.startswith("sqlite")
-    if lite and url.removeprefix("sqlite://") in ("", "/", "/:memory:"):
-        raise ValueError(f"--storage {url} is lost with its process; name a file: sqlite:///FILE")
+    """Open a database that Optuna supports. It is created if it does not exist."""
+    is_sqlite = url.startswith("sqlite")
+    if is_sqlite and url.removeprefix("sqlite://") in ("", "/", "/:memory:"):
+        raise ValueError(f"--storage {url} is lost with its process; use a file: sqlite:///FILE")
     # Several processes write to one file: let them wait for each other.
-    options = {"connect_args": {"timeout": 120}} if lite else {"pool_pre_ping": True}
+    options = {"connect_args": {"timeout": 120}} if is_sqlite else {"pool_pre_ping": True}
     for attempt in itertools.count():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ExperimentalWarning)
-                storage = RDBStorage(url, options, heartbeat_interval=_BEAT, grace_period=_GRACE)
+                storage = RDBStorage(
+                    url, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE
+                )
             break
         except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
-            # Two processes that make the tables at the same moment get in each other's way.
+            # Two processes that create the tables at the same moment disturb each other: try again.
             if attempt == 4 or not isinstance(error, sqlalchemy.exc.DBAPIError):
                 raise _cannot_open(url, error) from error
             time.sleep(0.2 * 2**attempt)
-    if lite:
-        _lock_from_the_start(storage.engine)
+    if is_sqlite:
+        _begin_immediate(storage.engine)
     return storage
 
 
 def check_storage(url: str) -> None:
-    """Refuse what is no storage of Optuna's, before it is made into one."""
+    """Refuse what is no Optuna storage, before `open_storage` turns it into one."""
     file = url.removeprefix("sqlite:///")
     if file != url and not Path(file).is_file():
-        raise ValueError(f"--storage: there is no file {file}; mechanic bench makes it")
+        raise ValueError(f"--storage: there is no file {file}; mechanic bench creates it")
     try:
         engine = sqlalchemy.create_engine(url)
-        with engine.connect() as link:
-            there = sqlalchemy.inspect(link).has_table("studies")
+        with engine.connect() as connection:
+            is_storage = sqlalchemy.inspect(connection).has_table("studies")
         engine.dispose()
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
         raise _cannot_open(url, error) from error
-    if not there:
-        raise ValueError(f"--storage {shown(url)} is no storage of mechanic bench")
+    if not is_storage:
+        raise ValueError(f"--storage {without_password(url)} is no storage of mechanic bench")
 
 
-def shown(url: str) -> str:
-    """A storage for people to read: without the password."""
+def without_password(url: str) -> str:
+    """The URL of a storage, safe to show."""
     return re.sub(r":[^:@/]*@", ":***@", url)
 
 
 def _cannot_open(url: str, error: Exception) -> ValueError:
-    return ValueError(f"--storage {shown(url)} cannot be opened: {str(error).splitlines()[0]}")
+    reason = str(error).splitlines()[0]
+    return ValueError(f"--storage {without_password(url)} cannot be opened: {reason}")
 
 
-def _lock_from_the_start(engine: sqlalchemy.Engine) -> None:
-    """Make "is it free? then it is mine" one transaction in SQLite, which has no row locks."""
-    sqlalchemy.event.listen(
-        engine, "connect", lambda link, _: setattr(link, "isolation_level", None)
-    )
-    sqlalchemy.event.listen(engine, "begin", lambda link: link.exec_driver_sql("BEGIN IMMEDIATE"))
-    engine.dispose()  # connections made before know nothing of it
+def _begin_immediate(engine: sqlalchemy.Engine) -> None:
+    """Lock an SQLite file from the start of each transaction. SQLite has no row locks, so another
+    process could otherwise take a trial between the check that it is free and the claim."""
+
+    def without_implicit_begin(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    sqlalchemy.event.listen(engine, "connect", without_implicit_begin)
+    sqlalchemy.event.listen(engine, "begin", begin)
+    engine.dispose()  # the connections so far do not have these listeners
 
 
 def open_study(storage: RDBStorage, grid: Grid) -> optuna.Study:
-    """The grid's study, made if it is not there."""
+    """Open the study of a grid. It is created if it does not exist."""
     space = {"lr": grid.lrs, "seed": grid.seeds}
     study = optuna.create_study(
         storage=storage, study_name=grid.name, sampler=_Sampler(space), load_if_exists=True
     )
     if "grid" not in study.user_attrs:
-        about = asdict(grid)
-        del about["lrs"], about["seeds"]
-        study.set_user_attr("grid", about)
+        description = asdict(grid)
+        del description["lrs"], description["seeds"]
+        study.set_user_attr("grid", description)
     elif study.user_attrs["grid"].get("data", grid.data) != grid.data:
         raise ValueError(
-            f"the storage holds runs of {grid.task} on other data than there is now; "
-            "give other data another --storage"
+            f"the storage holds runs of {grid.task} on other data of the same name; "
+            "use another --storage for this data"
         )
     return study
 
@@ -178,18 +188,19 @@ def _cell(trial: FrozenTrial) -> tuple[float, int]:
     return params["lr"], params["seed"]
 
 
-def _counts(trial: FrozenTrial) -> bool:
-    """Whether a trial stands for its cell: it waits, runs, or ended with a result."""
+def _is_valid(trial: FrozenTrial) -> bool:
+    """Whether a trial counts for its cell: it waits, it runs, or it has ended with a result."""
     if "fixed_params" not in trial.system_attrs or trial.state == TrialState.PRUNED:
         return False
     return trial.state != TrialState.FAIL or "reason" in trial.user_attrs
 
 
 def queue(study: optuna.Study, grid: Grid, retry_failed: bool = False) -> None:
-    """Queue the cells that no trial stands for; with `retry_failed` those too that met an error."""
+    """Queue the cells that have no valid trial. With `retry_failed`, queue those that met an error
+    as well."""
     attempts: dict[tuple[float, int], int] = {}
     for trial in study.get_trials(deepcopy=False):
-        if _counts(trial):
+        if _is_valid(trial):
             again = retry_failed and trial.user_attrs.get("status") == "failed"
             attempts[_cell(trial)] = trial.user_attrs["attempt"] + 1 if again else -1
     for cell in grid.cells:
@@ -199,93 +210,96 @@ def queue(study: optuna.Study, grid: Grid, retry_failed: bool = False) -> None:
             study.enqueue_trial(params, user_attrs={"attempt": attempt})
 
 
-def reap(study: optuna.Study) -> None:
-    """Give up the running trials whose process is gone, so that `queue` queues their cells again.
+def release_lost(study: optuna.Study) -> None:
+    """End the running trials whose process is gone, so that `queue` queues their cells again.
 
-    A process of this machine is looked up; of one elsewhere the heartbeat tells.
+    On this machine the process is looked up. On another machine its heartbeat tells.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if worker is None:  # perhaps killed in the moment between taking it and saying so
-            seen = _nameless.setdefault((study.study_name, trial.number), time.monotonic())
-            dead = time.monotonic() - seen > _INTRODUCTION
+        if worker is None:  # the process may have been killed before it wrote its name
+            seen = _unclaimed.setdefault((study.study_name, trial.number), time.monotonic())
+            dead = time.monotonic() - seen > _CLAIM_TIME
         else:
-            dead = worker["host"] == _HOST and not _alive(worker["pid"])
+            dead = worker["host"] == _HOST and not _is_alive(worker["pid"])
         if dead:
-            _end(study, trial.number)
+            _fail(study, trial.number)
 
 
-def bury(study: optuna.Study, storage: RDBStorage, pid: int, reason: str) -> int:
-    """Record what killed a worker as the reason for which its trial failed; how many there were."""
-    buried = 0
+def fail_trials_of(study: optuna.Study, storage: RDBStorage, pid: int, reason: str) -> int:
+    """End the trials of a dead worker as failed, for the given reason. Returns their number."""
+    failed = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if trial.user_attrs.get("worker") == {"host": _HOST, "pid": pid}:
             storage.set_trial_user_attr(trial._trial_id, "status", "failed")
             storage.set_trial_user_attr(trial._trial_id, "reason", reason)
-            _end(study, trial.number)
-            buried += 1
-    return buried
+            _fail(study, trial.number)
+            failed += 1
+    return failed
 
 
-def _end(study: optuna.Study, number: int) -> None:
-    with contextlib.suppress(UpdateFinishedTrialError):  # another process was faster
+def _fail(study: optuna.Study, number: int) -> None:
+    with contextlib.suppress(UpdateFinishedTrialError):  # another process has ended it
         study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's, and there
+    except PermissionError:  # it exists, but belongs to another user
         pass
     return True
 
 
-Train = Callable[[float, int], Outcome]  # of a typed lr and a seed
+TrainCell = Callable[[float, int], Outcome]
+"""Trains one cell, given the typed lr and the seed."""
 
 
-class Ended(NamedTuple):
-    """How a cell ended, for those who watch."""
+class CellResult(NamedTuple):
+    """How a cell ended, to be shown to the user."""
 
     lr: float
     seed: int
     status: Status
     text: str
-    """The train loss, or the reason."""
+    """The train loss, or the reason why it failed."""
 
 
-def work(study: optuna.Study, train: Train, environment: Mapping[str, str]) -> Iterator[Ended]:
-    """Run cells until none waits."""
-    ended: list[Ended] = []
+def run_cells(
+    study: optuna.Study, train: TrainCell, environment: Mapping[str, str]
+) -> Iterator[CellResult]:
+    """Run queued cells until none is left."""
+    results: list[CellResult] = []
     current = -1
 
     def objective(trial: optuna.Trial) -> float:
         nonlocal current
         current = trial.number
         trial.set_user_attr("worker", {"host": _HOST, "pid": os.getpid()})
-        if _yields(study, trial):
+        if _is_superfluous(study, trial):
             raise optuna.TrialPruned("another process has this cell")
-        # Bounds are of no use here, and an open interval lets a grid grow.
+        # The values come from the queue. The bounds are wide, so that a grid may grow.
         lr = trial.suggest_float("lr", 0.0, 1e300)
         seed = trial.suggest_int("seed", 0, 2**53)
         try:
             outcome = train(lr, seed)
         except Exception as error:
             status: Status = "diverged" if isinstance(error, DivergedError) else "failed"
-            what = (str(error).splitlines() or [""])[0]
-            reason = what if status == "diverged" else f"{type(error).__name__}: {what}"
+            message = (str(error).splitlines() or [""])[0]
+            reason = message if status == "diverged" else f"{type(error).__name__}: {message}"
             trial.set_user_attr("environment", dict(environment))
             trial.set_user_attr("status", status)
             trial.set_user_attr("reason", reason)
-            ended.append(Ended(lr, seed, status, reason))
+            results.append(CellResult(lr, seed, status, reason))
             raise
         trial.set_user_attr("environment", dict(environment))
         trial.set_user_attr("outcome", json.dumps(asdict(outcome)))
-        ended.append(Ended(lr, seed, "done", f"{outcome.metrics['train_loss']:.4g}"))
+        results.append(CellResult(lr, seed, "done", f"{outcome.metrics['train_loss']:.4g}"))
         return outcome.metrics["train_loss"]
 
     while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
@@ -296,21 +310,21 @@ def work(study: optuna.Study, train: Train, environment: Mapping[str, str]) -> I
             except ValueError:
                 if not study.get_trials(deepcopy=False)[current].state.is_finished():
                     raise
-                ended.clear()  # it was silent for too long, and another process has its cell
-        yield from ended
-        ended.clear()
+                results.clear()  # it was silent for too long, and another process has its cell
+        yield from results
+        results.clear()
 
 
-def _yields(study: optuna.Study, trial: optuna.Trial) -> bool:
-    """Whether a trial has no cell of its own: it came from no queue, or from a double entry."""
+def _is_superfluous(study: optuna.Study, trial: optuna.Trial) -> bool:
+    """Whether a trial did not come from the queue, or its cell was queued twice."""
     trials = study.get_trials(deepcopy=False)
-    mine = trials[trial.number]
-    if "fixed_params" not in mine.system_attrs:
+    this = trials[trial.number]
+    if "fixed_params" not in this.system_attrs:
         return True
     return any(
-        _counts(other)
-        and _cell(other) == _cell(mine)
-        and other.user_attrs["attempt"] == mine.user_attrs["attempt"]
+        _is_valid(other)
+        and _cell(other) == _cell(this)
+        and other.user_attrs["attempt"] == this.user_attrs["attempt"]
         for other in trials[: trial.number]
     )
 
@@ -320,36 +334,36 @@ def finished(study: optuna.Study, grid: Grid) -> set[tuple[float, int]]:
     return set(grid.cells) & {
         _cell(trial)
         for trial in study.get_trials(deepcopy=False)
-        if trial.state.is_finished() and _counts(trial)
+        if trial.state.is_finished() and _is_valid(trial)
     }
 
 
 def unfinished(study: optuna.Study, grid: Grid) -> int:
-    """How many cells have none yet."""
+    """The number of cells that have no result yet."""
     return len(grid.cells) - len(finished(study, grid))
 
 
 def load(storage: RDBStorage) -> list[Run]:
-    """Every run that has ended, of every study of the bench in the storage."""
+    """Load every run that has ended, from all studies of the bench in a storage."""
     runs = []
     for name in optuna.study.get_all_study_names(storage):
         study = optuna.load_study(study_name=name, storage=storage)
-        about = study.user_attrs.get("grid")
-        if about is None:  # a study of somebody else's
+        description = study.user_attrs.get("grid")
+        if description is None:  # the study does not belong to the bench
             continue
         latest: dict[tuple[float, int], FrozenTrial] = {}
         for trial in study.get_trials(deepcopy=False):
-            if _counts(trial) and trial.state.is_finished():
+            if _is_valid(trial) and trial.state.is_finished():
                 latest[_cell(trial)] = trial
-        runs += [_to_run(about, trial) for trial in latest.values()]
+        runs += [_to_run(description, trial) for trial in latest.values()]
     return runs
 
 
-def _to_run(about: Mapping[str, Any], trial: FrozenTrial) -> Run:
+def _to_run(description: Mapping[str, Any], trial: FrozenTrial) -> Run:
     lr, seed = _cell(trial)
     attrs = trial.user_attrs
-    about = {key: value for key, value in about.items() if key != "data"}
-    common = {**about, "lr": lr, "seed": seed, "environment": attrs.get("environment", {})}
+    common = {key: value for key, value in description.items() if key != "data"}
+    common |= {"lr": lr, "seed": seed, "environment": attrs.get("environment", {})}
     if trial.state == TrialState.FAIL:
         return Run(**common, status=attrs["status"], reason=attrs["reason"])
     outcome = json.loads(attrs["outcome"])

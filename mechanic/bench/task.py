@@ -1,4 +1,4 @@
-"""What is trained: a task names a problem, and builds it anew for each run."""
+"""What is trained: a task names a problem, and builds it again for each run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,73 +8,74 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mechanic.bench.data import Data, Kind
+from mechanic.bench.data import Data, DataKind
 
-Budget = Literal["smoke", "short", "full"]  # seconds to see that all runs; minutes; the paper's
+Budget = Literal["smoke", "short", "full"]
+"""The length of the runs: seconds, only to see that they work; minutes; as long as in the paper."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a problem is built for."""
+class BuildSettings:
+    """What `Task.build` needs to know to build a problem."""
 
     budget: Budget
     seed: int
-    """Of the weights, the batches and whatever else is drawn: seed it from this alone."""
+    """Everything random must follow from this seed alone: the weights, the batches and the rest."""
     device: torch.device
     data: Data
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One training run's worth of model and data."""
+    """The model and the data of one training run."""
 
     model: nn.Module
-    """On the device, with its first weights."""
+    """The model, on the device, with its initial weights."""
     batches: Iterator[Any]
-    """Endless; what comes is given to `loss`."""
+    """Endless; each batch is passed to `loss`."""
     loss: Callable[[Any], Tensor]
-    """Of a batch, with the model in train mode."""
+    """The loss of a batch; called with the model in train mode."""
     evaluate: Callable[[], Mapping[str, float]]
-    """The metrics of the model as it is; `train_loss` is one of them, and what is scored. It is
-    called with the model in eval mode and gradients off."""
+    """The metrics of the model as it is now. One of them must be `train_loss`, which is scored.
+    Called with the model in eval mode and with gradients off."""
     steps: int
     schedule: Callable[[float], float]
-    """The lr's factor, by the fraction of training that is done: from 0 up to, not including, 1."""
+    """The factor of the lr, by the fraction of training that is done, at least 0 and below 1."""
     hyperparameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By base ("sgd", "adamw", "lion"): weight_decay, betas, momentum, where not the default."""
     clip: float | None = None
-    """Clip the global norm of the gradient."""
+    """The global norm to which gradients are clipped; None for no clipping."""
     autocast: bool = False
-    """Forward in bfloat16 where the device is a GPU."""
+    """Whether the forward pass runs in bfloat16 on a GPU."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row of the tables."""
+    """A problem with a name, which the report shows as one or more rows: one for each base."""
 
     suite: str
     name: str
-    """Names model and data, so that no two tasks share a name: "resnet18-cifar10"."""
+    """Names the model and the data, so that no two tasks share a name: "resnet18-cifar10"."""
     grids: Mapping[str, Sequence[float]]
     """The bases to compare with, and the learning rates to sweep for each."""
-    build: Callable[[Setting], Problem]
+    build: Callable[[BuildSettings], Problem]
     metric: str
-    """The one of `evaluate`'s metrics that is shown beside the train loss. Names that end in
-    "loss" are better low, all others better high."""
+    """The metric that is shown beside the train loss. Low is better if its name ends in "loss",
+    high is better otherwise."""
     about: str
-    """One line: model, data, schedule."""
-    uses: tuple[Kind, str]
-    """The data: of what kind, and its name."""
+    """One line for `--list`: model, data, schedule."""
+    uses: tuple[DataKind, str]
+    """The kind of the data, and its name."""
     missing: str = ""
-    """Why the task cannot run here and what to do about it; empty where it can."""
+    """Why the task cannot run here and what to do about it; empty if it can run."""
     extra_methods: Sequence[str] = ()
-    """Methods that only this task has, beyond those that all have."""
+    """Methods that run on this task in addition to those that run on all tasks."""
     only_methods: Sequence[str] = ()
-    """If given, nothing else runs by default: for tasks that ask one question."""
+    """If given, only these methods run by default: for tasks that answer one question."""
 
 
 def shuffled(count: int, batch: int, seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Indices of one batch after the other, each epoch in a new order; a short last one is left."""
+    """The indices of each batch, in a new order in each epoch, without an incomplete last batch."""
     generator = torch.Generator().manual_seed(seed)
     batch = min(batch, count)
     while True:
@@ -83,7 +84,7 @@ def shuffled(count: int, batch: int, seed: int, device: torch.device) -> Iterato
 
 
 def cosine(warmup: float = 0.0) -> Callable[[float], float]:
-    """Linear from 0 over the fraction `warmup`, then half a cosine down to 0."""
+    """Linear from 0 over the fraction `warmup` of training, then half a cosine down to 0."""
 
     def factor(done: float) -> float:
         if done < warmup:
@@ -94,16 +95,16 @@ def cosine(warmup: float = 0.0) -> Callable[[float], float]:
 
 
 def linear(warmup: float = 0.0) -> Callable[[float], float]:
-    """Linear from 0 over the fraction `warmup`, then linear down to 0."""
+    """Linear from 0 over the fraction `warmup` of training, then linear down to 0."""
     return lambda done: done / warmup if done < warmup else (1 - done) / (1 - warmup)
 
 
 def step_decay(factor: float, at: Sequence[float]) -> Callable[[float], float]:
-    """Times `factor` at each of the fractions `at`."""
-    return lambda done: float(factor ** sum(done >= place for place in at))
+    """Multiplied by `factor` at each of the fractions `at` of training."""
+    return lambda done: float(factor ** sum(done >= fraction for fraction in at))
 
 
 def half_decades(low: int, high: int) -> list[float]:
     """Learning rates from 10 ** low to 10 ** high: 1e-3, 3e-3, 1e-2, …"""
-    every = [float(f"{digit}e{power}") for power in range(low, high) for digit in (1, 3)]
-    return [*every, float(f"1e{high}")]
+    rates = [float(f"{digit}e{power}") for power in range(low, high) for digit in (1, 3)]
+    return [*rates, float(f"1e{high}")]

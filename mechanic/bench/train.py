@@ -1,4 +1,4 @@
-"""One run: a method trains a problem from its first weights to its last step."""
+"""One run: a method trains a problem from the initial weights to the last step."""
 
 import math
 import time
@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from mechanic.bench.methods import Live, Method
+from mechanic.bench.methods import Method, RunningMethod
 from mechanic.bench.record import Curve
-from mechanic.bench.task import Problem, Setting, Task
+from mechanic.bench.task import BuildSettings, Problem, Task
 
-_POINTS = 100  # of a curve
+_POINTS = 100  # of a curve, or up to twice as many
 
 
 class DivergedError(Exception):
-    """The loss is not a number any more, and does not come back."""
+    """The loss has become NaN or infinite."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run that ended well has to tell."""
+    """The results of a run that did not diverge or fail."""
 
     start_loss: float
     metrics: Mapping[str, float]
@@ -36,18 +36,22 @@ def train(
     method: Method,
     base: str,
     lr: float,
-    setting: Setting,
-    tick: Callable[[int, int], None] = lambda done, steps: None,
+    settings: BuildSettings,
+    report: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Outcome:
-    """Train, telling `tick` of steps done out of all; `DivergedError` if the loss is lost."""
-    torch.manual_seed(setting.seed)  # for dropout and whatever else draws as it goes
-    problem = task.build(setting)
+    """Train, and call `report` with the number of steps done and of all steps.
+
+    Raises:
+        DivergedError: if the loss becomes NaN or infinite.
+    """
+    torch.manual_seed(settings.seed)  # for dropout, and whatever else is random during training
+    problem = task.build(settings)
     start_loss = _evaluate(problem)["train_loss"]
-    live = method.build(problem, base, lr)
-    began = time.perf_counter()
-    curve = _run(problem, live, setting.device, tick)
-    seconds = time.perf_counter() - began
-    live.before_evaluation()
+    running = method.build(problem, base, lr)
+    start = time.perf_counter()
+    curve = _run(problem, running, settings.device, report)
+    seconds = time.perf_counter() - start
+    running.before_evaluation()
     metrics = _evaluate(problem)
     for name, value in metrics.items():
         if not math.isfinite(value):
@@ -64,11 +68,14 @@ def _evaluate(problem: Problem) -> Mapping[str, float]:
 
 
 def _run(
-    problem: Problem, live: Live, device: torch.device, tick: Callable[[int, int], None]
+    problem: Problem,
+    running: RunningMethod,
+    device: torch.device,
+    report: Callable[[int, int], None],
 ) -> Curve:
-    steps, optimizer = problem.steps, live.optimizer
-    # At the middle of each step, so that neither a warm-up nor a decay spends a step at lr 0.
-    schedule = problem.schedule if live.scheduled else lambda done: 1.0
+    steps, optimizer = problem.steps, running.optimizer
+    # Taken at the middle of each step, so that no step of a warm-up or a decay has an lr of 0.
+    schedule = problem.schedule if running.scheduled else lambda done: 1.0
     scheduler = LambdaLR(optimizer, lambda k: schedule(min((k + 0.5) / steps, 1.0)))
     parameters = list(problem.model.parameters())
     every = max(1, steps // _POINTS)
@@ -85,15 +92,15 @@ def _run(
         if problem.clip is not None:
             clip_grad_norm_(parameters, problem.clip)
         optimizer.step()
-        live.after_step()
+        running.after_step()
         losses.append(loss.detach())
         if step % every == 0 or step == steps:
-            # The one place that waits for the device, and so the one that can see a NaN.
+            # Only here does the host wait for the device, and only here can it see a NaN.
             point = float(torch.stack(losses).float().mean())
             if not math.isfinite(point) and not torch.stack(losses).isfinite().any():
                 raise DivergedError(f"the loss is {point} at step {step} of {steps}")
-            points.append((step, point, live.rate()))
+            points.append((step, point, running.rate()))
             losses.clear()
-            tick(step, steps)
+            report(step, steps)
         scheduler.step()
     return Curve(*(list(column) for column in zip(*points, strict=True)))

@@ -1,8 +1,9 @@
-"""`mechanic run`: tune a training script that nobody edits.
+"""`mechanic run`: tune a training script without editing it.
 
-Two processes share the work. The script runs in a Python of its own, where `inject/sitecustomize`
-waits for torch, `adopt` mechanizes the optimizers that are made, and `record` notes every step in
-files (`rows`). The supervisor, `supervise`, starts it, passes `signals` on, and makes of the files
-(`spool`) a status line (`screen`), a log (`log`), a summary (`summary`, from what `advice` finds)
-and a plot (`plot`). It never imports torch.
+Two processes share the work. The script runs in a Python of its own. There, `inject/sitecustomize`
+waits until torch is imported, `adopt` mechanizes every optimizer that the script makes, and
+`record` writes each step to files, in the format of `rows`. The supervisor, `supervise`, starts the
+script and forwards `signals` to it. It reads the files (`spool`) and turns them into a status line
+(`screen`), a log (`log`), a summary (`summary`, from what `advice` finds) and a plot (`plot`). The
+supervisor never imports torch.
 """

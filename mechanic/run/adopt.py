@@ -1,88 +1,92 @@
-"""In the script's process: every optimizer it makes is mechanized when its constructor returns.
+"""In the script's process: mechanizes every optimizer as soon as its constructor returns.
 
-It has to be then, not at the first step: checkpoints are loaded and schedulers, scalers and
-trainers attached in between. And no frame of ours may stand in the traceback of a constructor that
-fails, nor a signature change: so no constructor is wrapped. See `_Init`.
+The first step would be too late: checkpoints are loaded, and schedulers, scalers and trainers are
+attached, before it. No constructor is wrapped: a wrapper would show up in the traceback of a
+constructor that fails, and would change its signature. `_InitDescriptor` says what is done instead.
 
-This module is loaded while torch is still loading: it takes nothing from torch that comes later.
+This module is imported while torch is still being imported. It may use nothing of torch that is
+loaded later.
 """
 
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from mechanic.run.record import Watch
-from mechanic.run.settings import Settings, from_environment
+from mechanic.run.record import Recorder
+from mechanic.run.settings import RunSettings, from_environment
 
 
-class Process:
-    """The optimizers of this process, and what becomes of each."""
+class OptimizerRegistry:
+    """The optimizers of this process: mechanizes them and records their steps."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.mechanize: Callable[..., Any] | None = None
-        """The original, where `mechanic.torch.mechanize` is ours"""
-        self._watches: weakref.WeakKeyDictionary[Optimizer, Watch | None] = (
+        """The original `mechanize`, once `patch_mechanize` has replaced it."""
+        self._recorders: weakref.WeakKeyDictionary[Optimizer, Recorder | None] = (
             weakref.WeakKeyDictionary()
         )
         self._under_construction: dict[int, weakref.ref[Any]] = {}
-        self._tuned: set[type] = set()
-        """Classes that optimizers got from us, and that copies of them have"""
+        self._tuned_classes: set[type] = set()
+        """The classes that `mechanize` has given to optimizers here. Their copies have them too."""
 
-    def construct(self, optimizer: Optimizer, bound: Any) -> None:
-        """Take the optimizer in when `bound`, the call of its constructor, is over."""
+    def adopt_when_constructed(self, optimizer: Optimizer, init: Any) -> None:
+        """Adopt the optimizer when its bound `__init__` is released, right after the call."""
         key = id(optimizer)
-        if key in self._under_construction or optimizer in self._watches:
+        if key in self._under_construction or optimizer in self._recorders:
             return
 
-        def over(_: Any) -> None:
+        def constructed(_: Any) -> None:
             del self._under_construction[key]
-            if "param_groups" in vars(optimizer):  # else the constructor has failed
-                self.take_in(optimizer)
+            if "param_groups" in vars(optimizer):  # otherwise the constructor has failed
+                self.adopt(optimizer)
 
-        self._under_construction[key] = weakref.ref(bound, over)
+        self._under_construction[key] = weakref.ref(init, constructed)
 
-    def revive(self, optimizer: Optimizer) -> None:
-        """Take in an optimizer that came of a copy or a pickle, and had no constructor."""
+    def adopt_restored(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer that comes from a copy or a pickle, which call no constructor."""
         if id(optimizer) not in self._under_construction:
-            self.take_in(optimizer)
+            self.adopt(optimizer)
 
-    def take_in(self, optimizer: Optimizer) -> Watch | None:
-        """Mechanize an optimizer if it is to be, and watch it; None for a wrapper of others."""
-        if optimizer not in self._watches:
+    def adopt(self, optimizer: Optimizer) -> Recorder | None:
+        """Mechanize an optimizer if the settings choose it, and record it from now on. Returns None
+        for an optimizer that wraps others."""
+        if optimizer not in self._recorders:
             if _holds_optimizers(optimizer):
-                self._watches[optimizer] = None
-                self._tune_shards(optimizer)
+                self._recorders[optimizer] = None
+                self._move_to_zero(optimizer)
             else:
                 name = type(optimizer).__name__
-                status, reason = self._treat(optimizer)
-                watch = Watch(self.settings, optimizer, name, status, reason)
-                self._watches[optimizer] = watch
-        return self._watches[optimizer]
+                status, reason = self._tune(optimizer)
+                recorder = Recorder(self.settings, optimizer, name, status, reason)
+                self._recorders[optimizer] = recorder
+        return self._recorders[optimizer]
 
-    def _tune_shards(self, wrapper: Any) -> None:
-        """ZeRO's inner optimizers are one over all processes, which only the wrapper knows."""
+    def _move_to_zero(self, wrapper: Any) -> None:
+        """Mechanize ZeRO's wrapper in place of its inner optimizer: only the wrapper knows the
+        other processes that hold the rest of the parameters."""
         from mechanic.torch.attach import take_off
 
         inner: Any = getattr(wrapper, "optim", None)
-        watch = self._watches.get(inner) if _is_zero(wrapper) and inner is not None else None
-        if watch is not None and watch.status == "tuned" and self.mechanize is not None:
+        recorder = self._recorders.get(inner) if _is_zero(wrapper) and inner is not None else None
+        if recorder is not None and recorder.status == "tuned" and self.mechanize is not None:
             take_off(inner)
             try:
                 self.mechanize(wrapper, **self.settings.tuner)
             except ValueError as error:
-                watch.describe(inner, "refused", str(error))
+                recorder.describe(inner, "refused", str(error))
 
-    def _treat(self, optimizer: Optimizer) -> tuple[str, str]:
+    def _tune(self, optimizer: Optimizer) -> tuple[str, str]:
+        """Mechanize an optimizer if the settings choose it. Returns its status and the reason."""
         from mechanic.torch.attach import Mechanized, mechanize
 
         if isinstance(optimizer, Mechanized):
-            return ("tuned" if type(optimizer) in self._tuned else "own"), ""
+            return ("tuned" if type(optimizer) in self._tuned_classes else "own"), ""
         if self.settings.dry_run:
             return "dry", ""
         if not self.settings.chooses(type(optimizer).__name__):
@@ -91,127 +95,128 @@ class Process:
             (self.mechanize or mechanize)(optimizer, **self.settings.tuner)
         except ValueError as error:
             return "refused", str(error)
-        self._tuned.add(type(optimizer))
+        self._tuned_classes.add(type(optimizer))
         return "tuned", ""
 
-    def note(self, optimizer: Optimizer) -> None:
-        """After every step of every optimizer."""
-        watch = self._watches.get(optimizer)
-        if watch is None and optimizer not in self._watches:
-            watch = self.take_in(optimizer)
-        if watch is not None:
-            watch.note(optimizer)
+    def record_step(self, optimizer: Optimizer) -> None:
+        """Called after every step of every optimizer."""
+        recorder = self._recorders.get(optimizer)
+        if recorder is None and optimizer not in self._recorders:
+            recorder = self.adopt(optimizer)
+        if recorder is not None:
+            recorder.record_step(optimizer)
 
-    def mechanize_by_script(self, optimizer: Any, *args: Any, **options: Any) -> Any:
-        """`mechanize` as the script calls it: what it asks for goes before what we did."""
+    def mechanize_for_script(self, optimizer: Any, *args: Any, **options: Any) -> Any:
+        """`mechanize` as the script calls it. The options of the script replace those of
+        `mechanic run`."""
         from mechanic.torch.attach import take_off
 
         assert self.mechanize is not None
         inner = optimizer.optim if _is_zero(optimizer) else optimizer
-        watch = self._watches.get(inner) if isinstance(inner, Optimizer) else None
-        if watch is not None and watch.status == "tuned" and not watch.steps:
+        recorder = self._recorders.get(inner) if isinstance(inner, Optimizer) else None
+        if recorder is not None and recorder.status == "tuned" and not recorder.steps:
             take_off(inner)
-        made = self.mechanize(optimizer, *args, **options)
-        if watch is not None:
-            watch.describe(inner, "own", "")
-        return made
+        mechanized = self.mechanize(optimizer, *args, **options)
+        if recorder is not None:
+            recorder.describe(inner, "own", "")
+        return mechanized
 
-    def forked(self) -> None:
-        """In the child of a fork: what it steps from now on is its own story."""
-        for watch in self._watches.values():
-            if watch is not None:
-                watch.forget()
+    def after_fork(self) -> None:
+        """In the child of a fork: its steps are recorded apart from those of the parent."""
+        for recorder in self._recorders.values():
+            if recorder is not None:
+                recorder.start_over()
 
 
-class _Init:
-    """Stands for the `__init__` of a class of optimizers, and gives it out unchanged.
+class _InitDescriptor:
+    """Replaces the `__init__` of an optimizer class without wrapping it.
 
-    From the class one gets the function itself. From an instance, one gets a bound method as ever,
-    and its deallocation, right after the call, tells that the constructor is done.
+    Looked up on the class, it gives the original function. Looked up on an instance, it gives the
+    usual bound method. Python releases that bound method right after the call, and a weak reference
+    to it tells that the constructor has returned.
     """
 
-    def __init__(self, function: Any, process: Process) -> None:
-        self._function, self._process = function, process
+    def __init__(self, function: Any, registry: OptimizerRegistry) -> None:
+        self._function, self._registry = function, registry
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self._function
-        bound = self._function.__get__(instance, owner)
+        init = self._function.__get__(instance, owner)
         if isinstance(instance, Optimizer):
-            self._process.construct(instance, bound)
-        return bound
+            self._registry.adopt_when_constructed(instance, init)
+        return init
 
 
-def watch_torch(module: ModuleType) -> None:
-    """Called when `torch.optim.optimizer` has loaded: look at each optimizer as it is made."""
-    process = _process()
+def patch_torch(module: ModuleType) -> None:
+    """Called when `torch.optim.optimizer` has been imported: see every optimizer that is made."""
+    registry = _registry()
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        _instrument(cls, process)
-        following = super(Optimizer, cls).__new__
-        return following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
+        _instrument(cls, registry)
+        next_new = super(Optimizer, cls).__new__
+        return next_new(cls) if next_new is object.__new__ else next_new(cls, *args, **kwargs)
 
-    restore = Optimizer.__setstate__
+    original_setstate = Optimizer.__setstate__
 
-    @functools.wraps(restore)
+    @functools.wraps(original_setstate)
     def setstate(self: Optimizer, state: dict[str, Any]) -> None:
-        restore(self, state)
-        process.revive(self)
+        original_setstate(self, state)
+        registry.adopt_restored(self)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        process.note(optimizer)
+        registry.record_step(optimizer)
 
-    # torch.compile breaks its graph here, as it does in every step of torch's own.
-    # torch.compiler.disable does no more, but loads the whole compiler.
+    # torch.compile breaks its graph here, as it does in every step of torch's own optimizers.
+    # torch.compiler.disable would only set this attribute too, but imports the whole compiler.
     after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     Optimizer.__new__ = staticmethod(new)  # type: ignore[method-assign]
     Optimizer.__setstate__ = setstate  # type: ignore[method-assign]
     register_optimizer_step_post_hook(after_step)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=process.forked)
+        os.register_at_fork(after_in_child=registry.after_fork)
 
 
-def watch_mechanize(module: Any) -> None:
-    """Called when `mechanic.torch.attach` has loaded: the script may call `mechanize` itself, on
-    what is mechanized already."""
-    process = _process()
-    process.mechanize = module.mechanize
+def patch_mechanize(module: Any) -> None:
+    """Called when `mechanic.torch.attach` has been imported: the script may itself call `mechanize`
+    on an optimizer that is mechanized already."""
+    registry = _registry()
+    registry.mechanize = module.mechanize
 
     @functools.wraps(module.mechanize)
     def mechanize(optimizer: Any, *args: Any, **options: Any) -> Any:
-        return process.mechanize_by_script(optimizer, *args, **options)
+        return registry.mechanize_for_script(optimizer, *args, **options)
 
     module.mechanize = mechanize
 
 
 @functools.cache
-def _process() -> Process:
-    return Process(from_environment())
+def _registry() -> OptimizerRegistry:
+    return OptimizerRegistry(from_environment())
 
 
-def _instrument(cls: type[Any], process: Process) -> None:
-    """Put an `_Init` where a class finds its constructor; nothing if there is one."""
+def _instrument(cls: type[Any], registry: OptimizerRegistry) -> None:
+    """Put an `_InitDescriptor` where a class finds its constructor, unless one is there."""
     for base in cls.__mro__:
         if "__init__" in vars(base):
             function = vars(base)["__init__"]
-            if base is not object and not isinstance(function, _Init):
-                base.__init__ = _Init(function, process)  # type: ignore[misc]
+            if base is not object and not isinstance(function, _InitDescriptor):
+                base.__init__ = _InitDescriptor(function, registry)  # type: ignore[misc]
             return
 
 
 def _holds_optimizers(optimizer: Optimizer) -> bool:
-    """Whether it wraps others (SAM, Lookahead, ZeRO, accelerate's): the inner ones are tuned."""
+    """Whether it wraps others (SAM, Lookahead, ZeRO, accelerate's): those are tuned instead."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, dict):
-            return any(isinstance(one, Optimizer) for one in value.values())
+            return any(isinstance(item, Optimizer) for item in value.values())
         if isinstance(value, (list, tuple)):
-            return any(isinstance(one, Optimizer) for one in value)
+            return any(isinstance(item, Optimizer) for item in value)
         return isinstance(value, Optimizer)
 
-    own: Iterable[Any] = vars(optimizer).values()
-    return any(holds(value) for value in own)
+    return any(holds(value) for value in vars(optimizer).values())
 
 
 def _is_zero(optimizer: Any) -> bool:

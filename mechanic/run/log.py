@@ -8,31 +8,31 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mechanic.run.rows import Row
-from mechanic.run.spool import Track
+from mechanic.run.rows import HistoryRow
+from mechanic.run.spool import History
 
 HISTORY, SUMMARY = "history.jsonl", "summary.json"
 
 
 class Log:
-    """Writes a log folder, line by line. A disk that fills up ends the log, not the run."""
+    """Writes a log folder, line by line. A full disk ends the log, not the run."""
 
     def __init__(self, folder: Path, start: dict[str, Any]) -> None:
         self.folder = folder
-        self.trouble = ""
-        """Why the log is not complete"""
+        self.problem = ""
+        """Why the log is incomplete; empty if it is not."""
         folder.mkdir(parents=True)
         self._history = open(folder / HISTORY, "wb", buffering=0)  # noqa: SIM115 - closed by close
-        self._events = _Events(folder)
+        self._events = _TensorBoardEvents(folder)
         self._write([{"event": "start", **start}])
 
-    def add(self, track: Track, events: list[dict[str, Any]], rows: list[Row]) -> None:
-        """Take in what is new of an optimizer."""
-        lines = [_describe(track, event) for event in events]
-        self._write([*lines, *(_line(track, row) for row in rows)])
-        if rows and not self.trouble:
+    def add(self, history: History, events: list[dict[str, Any]], rows: list[HistoryRow]) -> None:
+        """Write the new events and rows of an optimizer."""
+        lines = [_event_line(history, event) for event in events]
+        self._write([*lines, *(_row_line(history, row) for row in rows)])
+        if rows and not self.problem:
             try:
-                self._events.add(track, rows)
+                self._events.add(history, rows)
             except OSError as error:
                 self._stop(error)
 
@@ -40,8 +40,8 @@ class Log:
         """Write the last line and the summary."""
         self._write([{"event": "end", "time": end["ended"], "exit_code": end["exit_code"]}])
         try:
-            if not self.trouble:
-                text = json.dumps(plain(end), indent=2, allow_nan=False)
+            if not self.problem:
+                text = json.dumps(finite_or_none(end), indent=2, allow_nan=False)
                 (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
             self._history.close()
             self._events.close()
@@ -49,19 +49,20 @@ class Log:
             self._stop(error)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        data = "".join(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines).encode()
+        texts = (json.dumps(finite_or_none(line), allow_nan=False) for line in lines)
+        data = "".join(text + "\n" for text in texts).encode()
         try:
-            while data and not self.trouble:
+            while data and not self.problem:
                 data = data[self._history.write(data) :]
         except OSError as error:
             self._stop(error)
 
     def _stop(self, error: OSError) -> None:
-        self.trouble = self.trouble or f"{self.folder} could not be written to the end: {error}"
+        self.problem = self.problem or f"{self.folder} could not be written to the end: {error}"
 
 
-class _Events:
-    """TensorBoard's events, written with its own record writer and no thread."""
+class _TensorBoardEvents:
+    """Writes TensorBoard events with TensorBoard's own record writer, but without a thread."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -77,11 +78,11 @@ class _Events:
         )
         self._file.flush()
 
-    def add(self, track: Track, rows: list[Row]) -> None:
+    def add(self, history: History, rows: list[HistoryRow]) -> None:
         for row in rows:
             values = [
-                self._summary.Value(tag=f"{track.label}/{tag}", simple_value=value)
-                for tag, value in _scalars(track, row).items()
+                self._summary.Value(tag=f"{history.label}/{tag}", simple_value=value)
+                for tag, value in _scalars(row).items()
                 if math.isfinite(value)
             ]
             event = self._event(
@@ -94,43 +95,38 @@ class _Events:
         self._file.close()
 
 
-def _scalars(track: Track, row: Row) -> dict[str, float]:
+def _scalars(row: HistoryRow) -> dict[str, float]:
     return {
         "scale": row.scale,
         **{f"effective_lr/{i}": lr for i, lr in enumerate(row.effective_lr)},
         **{f"lr/{i}": lr for i, lr in enumerate(row.lr)},
-        **{f"wealth/{beta}": r for beta, r in zip(track.betas, row.wealth, strict=False)},
         "skipped": row.skipped,
     }
 
 
-def _describe(track: Track, event: dict[str, Any]) -> dict[str, Any]:
-    kind = "optimizer" if event["event"] == "made" else event["event"]
-    about = {"class": event["optimizer"]} if "optimizer" in event else {}
-    event = {k: v for k, v in event.items() if k != "optimizer"}
-    return {**event, "event": kind, "optimizer": track.label, **about, "process": track.process}
+def _event_line(history: History, event: dict[str, Any]) -> dict[str, Any]:
+    return {**event, "optimizer": history.label, "process": history.process}
 
 
-def _line(track: Track, row: Row) -> dict[str, Any]:
+def _row_line(history: History, row: HistoryRow) -> dict[str, Any]:
     return {
         "step": row.step,
         "time": row.time,
-        "optimizer": track.label,
+        "optimizer": history.label,
         "scale": row.scale,
         "effective_lr": row.effective_lr,
         "lr": row.lr,
         "scales": row.scales,
-        "wealth": row.wealth,
         "skipped": row.skipped,
     }
 
 
-def plain(value: Any) -> Any:
-    """For JSON, which knows no NaN and no infinity: None in their place."""
+def finite_or_none(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: finite_or_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [finite_or_none(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""Drawing histories: the scale and the learning rates over the steps, several runs together."""
+"""Draws histories: the scale and the learning rates over the steps, of one or several runs."""
 
 import json
 import math
@@ -8,35 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from mechanic.run.log import HISTORY
-from mechanic.run.spool import Track
+from mechanic.run.spool import History
 
 
 @dataclass
 class Curves:
-    """One optimizer of one run."""
+    """What is drawn of one optimizer of one run."""
 
     label: str
     steps: list[int] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     rates: list[tuple[float, ...]] = field(default_factory=list)
-    """The lr in force, one a group"""
+    """The lr in force at each step, for each group."""
 
     def add(self, step: int, scale: float | None, rates: Sequence[float | None]) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.steps.append(step)
-        self.scale.append(_drawn(scale))
-        self.rates.append(tuple(_drawn(rate) for rate in rates))
+        self.scale.append(_positive_or_nan(scale))
+        self.rates.append(tuple(_positive_or_nan(rate) for rate in rates))
 
     @staticmethod
-    def of_track(track: Track) -> "Curves":
-        """Those of a run that has just ended."""
-        curves = Curves(track.label)
-        for row in track.rows:
+    def of_history(history: History) -> "Curves":
+        """The curves of an optimizer whose run has just ended."""
+        curves = Curves(history.label)
+        for row in history.rows:
             curves.add(row.step, row.scale, row.effective_lr)
         return curves
 
     def groups(self) -> list[list[float]]:
-        """The lr in force by group, groups that ran alike taken once."""
+        """The lr in force of each group; groups with equal values are drawn once."""
         count = max(len(rates) for rates in self.rates)
         columns = [
             tuple(rates[i] if i < len(rates) else math.nan for rates in self.rates)
@@ -45,20 +45,20 @@ class Curves:
         return [list(column) for column in {repr(column): column for column in columns}.values()]
 
 
-def _drawn(number: float | None) -> float:
-    """On a logarithmic axis there is no 0."""
+def _positive_or_nan(number: float | None) -> float:
+    """A number for a logarithmic axis, which has no 0."""
     return number if number is not None and number > 0 else math.nan
 
 
 def load(folder: Path, *, name: str = "") -> list[Curves]:
-    """The histories in a log folder; a line that was never finished is left out.
+    """Read the history in a log folder. A last line that is incomplete is left out.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there is no history, or no step in it.
     """
     path = folder / HISTORY
     if not path.is_file():
-        raise ValueError(f"there is no {HISTORY} in {folder}; give folders that --log has made.")
+        raise ValueError(f"there is no {HISTORY} in {folder}; give folders that --log has written.")
     found: dict[str, Curves] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -70,12 +70,12 @@ def load(folder: Path, *, name: str = "") -> list[Curves]:
             curves = found.setdefault(label, Curves(f"{name} {label}" if name else label))
             curves.add(row["step"], row["scale"], row["effective_lr"])
     if not found:
-        raise ValueError(f"{folder} has no steps to draw: no optimizer made one in that run.")
+        raise ValueError(f"{folder} has no steps to draw: no optimizer took a step in that run.")
     return list(found.values())
 
 
 def load_all(folders: Sequence[Path]) -> list[Curves]:
-    """The histories of several runs, told apart by the names of their folders."""
+    """Read the histories of several runs, labelled with the names of their folders."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -89,24 +89,24 @@ def load_all(folders: Sequence[Path]) -> list[Curves]:
 
 
 def draw(curves: Sequence[Curves], path: Path) -> None:
-    """Draw the scale above the lr in force, and save it."""
+    """Draw the scale, below it the lr in force, and save the figure."""
     import matplotlib.pyplot as plt
 
-    scaled = [one for one in curves if any(not math.isnan(value) for value in one.scale)]
+    has_scale = any(not math.isnan(value) for one in curves for value in one.scale)
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        panels = 2 if scaled else 1
+        panels = 2 if has_scale else 1
         figure, axes = plt.subplots(
             panels, 1, figsize=(8, 1.2 + 2.6 * panels), sharex=True, squeeze=False
         )
         colors = [f"C{i % 10}" for i in range(len(curves))]
         for one, color in zip(curves, colors, strict=True):
-            if scaled:
+            if has_scale:
                 axes[0, 0].plot(one.steps, one.scale, color=color, label=one.label)
             for i, rates in enumerate(one.groups()):
                 style = ("-", "--", ":", "-.")[i % 4]
                 label = one.label if len(one.groups()) == 1 else f"{one.label}, group {i}"
                 axes[-1, 0].plot(one.steps, rates, style, color=color, label=label)
-        if scaled:
+        if has_scale:
             axes[0, 0].set_ylabel("learned scale")
         axes[-1, 0].set_ylabel("lr in force")
         axes[-1, 0].set_xlabel("step")

@@ -1,4 +1,4 @@
-"""In the script's process: one row a step, written so that no death of the process loses it."""
+"""In the script's process: records every step, so that no death of the process loses it."""
 
 import atexit
 import errno
@@ -17,45 +17,45 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from mechanic.run.rows import Thinning, pack
-from mechanic.run.settings import Settings, is_first_rank
+from mechanic.run.settings import RunSettings, is_first_rank
 
 MECHANISM = "_mechanic"  # as in mechanic.torch.attach, which cannot be imported this early
 
-_numbers = count()
+_file_numbers = count()
 
 
-class Watch:
-    """The notes on one optimizer: `describe` tells what it is, `note` takes a step down."""
+class Recorder:
+    """Records one optimizer: `describe` writes what it is, `record_step` writes a step."""
 
     def __init__(
-        self, settings: Settings, optimizer: Optimizer, name: str, status: str, reason: str
+        self, settings: RunSettings, optimizer: Optimizer, name: str, status: str, reason: str
     ) -> None:
         self.steps = 0
         self._name, self._spool = name, settings.spool
         self._freeze_after = settings.freeze_after
-        self._files: _Files | None = None
-        self._device: _OnDevice | None = None
+        self._writer: _SpoolWriter | None = None
+        self._device_rows: _DeviceRows | None = None
         self._thinning = Thinning()
         self._groups = 0
         self.describe(optimizer, status, reason)
 
     def describe(self, optimizer: Optimizer, status: str, reason: str) -> None:
-        """Tell what the optimizer is, and what was done with it."""
+        """Write what the optimizer is, and how it is treated."""
         self.status = status
         options = getattr(optimizer, "_options", None)
         self._description = {
-            "event": "made",
-            "optimizer": self._name,
+            "event": "optimizer",
+            "class": self._name,
             "status": status,
             "reason": reason,
             "max_scale": getattr(options, "max_scale", math.inf),
             "betas": list(getattr(options, "betas", ())),
             "groups": [_rates(group) for group in optimizer.param_groups],
         }
-        self._tell(self._description)
+        self._write_event(self._description)
 
-    def note(self, optimizer: Optimizer) -> None:
-        """After a step."""
+    def record_step(self, optimizer: Optimizer) -> None:
+        """Write the step that the optimizer has just taken."""
         self.steps += 1
         mechanism = getattr(optimizer, MECHANISM, None)
         if self.steps == self._freeze_after and self.status == "tuned" and mechanism is not None:
@@ -64,20 +64,20 @@ class Watch:
             return
         try:
             if len(optimizer.param_groups) != self._groups:
-                self._meet(optimizer, mechanism)
-            self._write_row(optimizer, mechanism)
-        except Exception as error:  # a full disk, say; training goes on
-            self._mute(error)
+                self._write_groups(optimizer, mechanism)
+            self._record_row(optimizer, mechanism)
+        except Exception as error:  # for example a full disk; training must go on
+            self._stop(error)
 
-    def forget(self) -> None:
-        """Leave the files to the process that this one was forked from; start anew."""
-        if self._files is not None:
-            self._files.close()
+    def start_over(self) -> None:
+        """After a fork: leave the files to the parent process, and count from 0."""
+        if self._writer is not None:
+            self._writer.close()
         self.steps = self._groups = 0
-        self._files = self._device = None
+        self._writer = self._device_rows = None
         self._thinning = Thinning()
 
-    def _write_row(self, optimizer: Optimizer, mechanism: Any) -> None:
+    def _record_row(self, optimizer: Optimizer, mechanism: Any) -> None:
         lrs = [group.get("lr", math.nan) for group in optimizer.param_groups]
         on_host = mechanism is None or mechanism.scale.is_cpu
         for i, lr in enumerate(lrs):
@@ -88,66 +88,66 @@ class Watch:
                     on_host = False
         now = time.time()
         if not on_host:
-            if self._device is None:
-                self._device = _OnDevice(self._keep)
-            self._device.add(self.steps, now, mechanism, lrs)
+            if self._device_rows is None:
+                self._device_rows = _DeviceRows(self._write_row)
+            self._device_rows.add(self.steps, now, mechanism, lrs)
         elif mechanism is None:
-            self._keep(self.steps, pack(self.steps, now, math.nan, 0, lrs, (), ()))
+            self._write_row(self.steps, pack(self.steps, now, math.nan, 0, lrs, ()))
         else:
-            numbers = mechanism.scale.item(), mechanism.skipped.item()
-            tuners = mechanism.state.s.tolist(), mechanism.state.r.tolist()
-            self._keep(self.steps, pack(self.steps, now, *numbers, lrs, *tuners))
+            scale, skipped = mechanism.scale.item(), mechanism.counts.read().skipped.item()
+            scales = mechanism.scalars.read().state.s.tolist()
+            self._write_row(self.steps, pack(self.steps, now, scale, skipped, lrs, scales))
 
-    def _keep(self, step: int, row: bytes) -> None:
-        if self._files is None:
+    def _write_row(self, step: int, row: bytes) -> None:
+        if self._writer is None:
             return
         if self._thinning.keeps(step):
-            self._files.rows.append(row)
+            self._writer.rows.append(row)
         else:  # it may turn out to be the last one
-            self._files.last.replace(row)
+            self._writer.last.replace(row)
 
-    def _meet(self, optimizer: Optimizer, mechanism: Any) -> None:
-        """At the first step, when schedulers have noted the lr they start from, and whenever there
-        are new groups."""
+    def _write_groups(self, optimizer: Optimizer, mechanism: Any) -> None:
+        """Write the learning rates of the groups. This is done at the first step, when schedulers
+        have stored the lr that they start from, and again whenever groups are added."""
         if not self._groups and _is_another_rank():
-            self._tell({"event": "another rank"})
-            self._spool = self._files = None
+            self._write_event({"event": "another rank"})
+            self._spool = self._writer = None
             return
         event: dict[str, Any] = {"event": "groups", "step": self.steps}
         if not self._groups:  # a checkpoint may have been loaded
-            event["resumed"] = mechanism is not None and int(mechanism.updates) > 1
+            event["resumed"] = mechanism is not None and int(mechanism.counts.read().updates) > 1
         self._groups = len(optimizer.param_groups)
-        self._tell(event | {"groups": [_rates(group) for group in optimizer.param_groups]})
+        self._write_event(event | {"groups": [_rates(group) for group in optimizer.param_groups]})
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        if self._spool is None or not is_first_rank() or (not self._files and _is_another_rank()):
+    def _write_event(self, event: dict[str, Any]) -> None:
+        if self._spool is None or not is_first_rank() or (not self._writer and _is_another_rank()):
             self._spool = None
             return
         try:
-            if self._files is None:
-                self._files = _Files(self._spool)
+            if self._writer is None:
+                self._writer = _SpoolWriter(self._spool)
                 if event is not self._description:
-                    self._files.tell(self._description)
-            self._files.tell(event)
+                    self._writer.write_event(self._description)
+            self._writer.write_event(event)
         except OSError as error:
-            self._mute(error)
+            self._stop(error)
 
-    def _mute(self, error: Exception) -> None:
-        self._spool = self._files = None
+    def _stop(self, error: Exception) -> None:
+        self._spool = self._writer = None
         sys.stderr.write(f"mechanic run: {self._name} is no longer recorded: {error!r}\n")
 
 
-class _Files:
-    """What a process leaves behind of one optimizer: lines of JSON, rows, and the last row."""
+class _SpoolWriter:
+    """The three files of one optimizer: events as lines of JSON, kept rows, and the last row."""
 
     def __init__(self, spool: str) -> None:
-        path = os.path.join(spool, f"{time.time_ns():020}-{os.getpid()}-{next(_numbers)}")
-        self.last = _Mapped(f"{path}.last")
-        self.rows = _Mapped(f"{path}.rows")
+        path = os.path.join(spool, f"{time.time_ns():020}-{os.getpid()}-{next(_file_numbers)}")
+        self.last = _MappedFile(f"{path}.last")
+        self.rows = _MappedFile(f"{path}.rows")
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
         self._events = os.open(f"{path}.events", flags, 0o600)
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def write_event(self, event: dict[str, Any]) -> None:
         os.write(self._events, (json.dumps(event) + "\n").encode())
 
     def close(self) -> None:
@@ -156,18 +156,19 @@ class _Files:
         os.close(self._events)
 
 
-class _Mapped:
-    """A file that is written through memory, which costs a step less than a call of the system.
+class _MappedFile:
+    """A file that is written through mapped memory, which is faster than a system call per step.
 
-    What is in it is the file's at once, however the process ends. Its room is made before it is
-    used: zeros, which are no row. To run out of disk there is an error, in memory it were a crash.
+    What is written is in the file at once, however the process ends. The file is extended with
+    zeros, which are no valid row, before that part is mapped: on a full disk, extending the file
+    raises an error, while writing to mapped memory that has no room on disk would kill the process.
     """
 
     _ROOM = 1 << 16
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        self._size = self._at = 0
+        self._size = self._offset = 0
         self._grow()
 
     def _grow(self) -> None:
@@ -177,14 +178,14 @@ class _Mapped:
         self._map = mmap.mmap(self._file, self._size)
 
     def append(self, data: bytes) -> None:
-        end = self._at + len(data)
+        end = self._offset + len(data)
         while end > self._size:
             self._grow()
-        self._map[self._at : end] = data
-        self._at = end
+        self._map[self._offset : end] = data
+        self._offset = end
 
     def replace(self, data: bytes) -> None:
-        self._at = 0
+        self._offset = 0
         self.append(data)
 
     def close(self) -> None:
@@ -192,51 +193,52 @@ class _Mapped:
         os.close(self._file)
 
 
-class _OnDevice:
-    """Rows whose numbers are on an accelerator, gathered there and copied now and then, so that
-    no step waits for the device.
+class _DeviceRows:
+    """Rows whose numbers are on an accelerator. They are collected there and copied to the host
+    from time to time, so that no step waits for the device.
 
-    A process that is killed takes at most `_ROWS` of them along, or those of a second.
+    If the process is killed, at most `_ROWS` rows are lost, or those of the last second.
     """
 
     _ROWS = 64
 
-    def __init__(self, keep: Callable[[int, bytes], None]) -> None:
-        self._keep = keep
-        self._gathered: list[_Pending] = []
-        self._copies: list[_Copy] = []
-        self._since = time.monotonic()
+    def __init__(self, write_row: Callable[[int, bytes], None]) -> None:
+        self._write_row = write_row
+        self._pending: list[_PendingRow] = []
+        self._copies: list[_CopyToHost] = []
+        self._last_copy = time.monotonic()
         atexit.register(self._finish)
 
     def add(self, step: int, now: float, mechanism: Any, lrs: list[Any]) -> None:
-        """Take a row; some of the learning rates are tensors on the device too."""
+        """Add a row. Some of the learning rates may be tensors on the device too."""
         parts = [lr for lr in lrs if isinstance(lr, Tensor)]
         betas = 0
         if mechanism is not None:
-            state = mechanism.state
-            parts = [mechanism.scale, mechanism.skipped, state.s, state.r, *parts]
-            betas = len(state.s)
-        home = parts[0]
-        if home.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a copy would be captured too
+            scales = mechanism.scalars.read().state.s
+            skipped = mechanism.counts.read().skipped
+            parts = [mechanism.scale, skipped, scales, *parts]
+            betas = len(scales)
+        first = parts[0]
+        if first.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the CUDA graph would capture the copy too
         with torch.no_grad():
-            row = torch.cat([part.detach().to(home).reshape(-1) for part in parts])
-        self._gathered.append(_Pending(step, now, betas, lrs, row))
-        if len(self._gathered) >= self._ROWS or time.monotonic() - self._since > 1:
-            self._copies.append(_Copy(self._gathered))
-            self._gathered, self._since = [], time.monotonic()
+            values = torch.cat([part.detach().to(first).reshape(-1) for part in parts])
+        self._pending.append(_PendingRow(step, now, betas, lrs, values))
+        if len(self._pending) >= self._ROWS or time.monotonic() - self._last_copy > 1:
+            self._copies.append(_CopyToHost(self._pending))
+            self._pending, self._last_copy = [], time.monotonic()
         while self._copies and self._copies[0].is_done():
-            self._copies.pop(0).write(self._keep)
+            self._copies.pop(0).write(self._write_row)
 
     def _finish(self) -> None:
-        if self._gathered:
-            self._copies.append(_Copy(self._gathered))
+        if self._pending:
+            self._copies.append(_CopyToHost(self._pending))
         for copy in self._copies:
-            copy.write(self._keep)
+            copy.write(self._write_row)
 
 
-class _Pending(NamedTuple):
-    """A row of which some numbers are on the device still, in `values`."""
+class _PendingRow(NamedTuple):
+    """A row of which some numbers are still on the device, in `values`."""
 
     step: int
     time: float
@@ -244,50 +246,50 @@ class _Pending(NamedTuple):
     lrs: list[Any]
     values: Tensor
 
-    def bytes(self, values: list[float]) -> bytes:
+    def to_bytes(self, values: list[float]) -> bytes:
         numbers = iter(values)
         scale, skipped = math.nan, 0.0
         if self.betas:
             scale, skipped = next(numbers), next(numbers)
-        scales, wealth = (list(islice(numbers, self.betas)) for _ in range(2))
+        scales = list(islice(numbers, self.betas))
         lrs = [next(numbers) if isinstance(lr, Tensor) else lr for lr in self.lrs]
-        return pack(self.step, self.time, scale, skipped, lrs, scales, wealth)
+        return pack(self.step, self.time, scale, skipped, lrs, scales)
 
 
-class _Copy:
-    """Rows on their way to the host."""
+class _CopyToHost:
+    """An asynchronous copy of pending rows to the host."""
 
-    def __init__(self, rows: list[_Pending]) -> None:
+    def __init__(self, rows: list[_PendingRow]) -> None:
         self._rows = rows
-        together = torch.cat([row.values for row in rows])
+        values = torch.cat([row.values for row in rows])
         self._done: Any = None
-        if together.is_cuda:
-            self._values = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
-            self._values.copy_(together, non_blocking=True)
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(together.device))
+            self._done.record(torch.cuda.current_stream(values.device))
         else:
-            self._values = together.cpu()
+            self._values = values.cpu()
 
     def is_done(self) -> bool:
         return self._done is None or bool(self._done.query())
 
-    def write(self, keep: Callable[[int, bytes], None]) -> None:
+    def write(self, write_row: Callable[[int, bytes], None]) -> None:
         if self._done is not None:
             self._done.synchronize()
         values = iter(self._values.tolist())
         for row in self._rows:
-            keep(row.step, row.bytes(list(islice(values, row.values.numel()))))
+            write_row(row.step, row.to_bytes(list(islice(values, row.values.numel()))))
 
 
 def _rates(group: dict[str, Any]) -> dict[str, float | None]:
-    """The learning rates of a group: its own, and those that schedulers note in it."""
+    """The learning rates of a group: its own, and those that schedulers store in it."""
     rates = {name: group.get(name) for name in ("lr", "initial_lr", "max_lr")}
     return {name: None if rate is None else float(rate) for name, rate in rates.items()}
 
 
 def _is_another_rank() -> bool:
-    """Whether another process of a distributed run reports."""
+    """Whether this process belongs to a distributed run that another process reports."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False

@@ -1,4 +1,4 @@
-"""What `mechanic run` is asked to do: split from the script's own arguments, and checked."""
+"""The command line of `mechanic run`: split from the script's own arguments, and checked."""
 
 import argparse
 import importlib.machinery
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from mechanic.options import Options
-from mechanic.run.settings import Settings, is_first_rank
+from mechanic.run.settings import RunSettings, is_first_rank
 
 _FLAGS = ("--dry-run", "--quiet", "--no-skip-nonfinite", "-h", "--help")
-_TUNER = ("preset", "s_init", "s_decay", "betas", "max_scale")
+_TUNER_OPTIONS = ("preset", "s_init", "s_decay", "betas", "max_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """A checked command line."""
 
     command: list[str]
-    """What to start"""
-    shown: list[str]
-    """The script or -m and the module, and its arguments"""
+    """The command to start."""
+    target: list[str]
+    """The script, or -m and the module, and then its arguments."""
     tuner: dict[str, Any]
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -35,9 +35,9 @@ class Request:
     plot: Path | None = None
     nproc: int | None = None
 
-    def settings(self, spool: str | None) -> Settings:
-        """What the script's processes have to know."""
-        return Settings(
+    def settings(self, spool: str | None) -> RunSettings:
+        """What the script's processes need to know."""
+        return RunSettings(
             spool=spool,
             tuner=self.tuner,
             only=self.only,
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was asked for, for the log."""
+        """The options that were given, for the log."""
         return {
             **self.tuner,
             "only": self.only,
@@ -59,14 +59,14 @@ class Request:
         }
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the script with its arguments: ours end at its name.
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split into the options of `mechanic run` and the target, which begins at the script's name.
 
-    >>> split(["--quiet", "--log", "x", "train.py", "--quiet"])
+    >>> split_arguments(["--quiet", "--log", "x", "train.py", "--quiet"])
     (['--quiet', '--log', 'x'], ['train.py', '--quiet'])
-    >>> split(["-m", "pkg.train", "--log", "x"])
+    >>> split_arguments(["-m", "pkg.train", "--log", "x"])
     ([], ['-m', 'pkg.train', '--log', 'x'])
-    >>> split(["--", "train.py", "--", "1"])
+    >>> split_arguments(["--", "train.py", "--", "1"])
     ([], ['train.py', '--', '1'])
     """
     at = 0
@@ -82,7 +82,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mechanic run`; what follows them is `split` off before."""
+    """Add the options of `mechanic run`; `split_arguments` has removed the target before."""
     add = parser.add_argument
     parser.usage = "mechanic run [options] (SCRIPT | -m MODULE) [its arguments]"
     add(
@@ -90,36 +90,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAMES",
-        help="tune only optimizers of these classes: AdamW, or AdamW,SGD, or 'Adam*'",
+        help="tune only the optimizers of these classes: AdamW, or AdamW,SGD, or 'Adam*'",
     )
-    add("--skip", action="append", default=[], metavar="NAMES", help="leave these alone")
-    add("--dry-run", action="store_true", help="watch and report; change nothing")
+    add("--skip", action="append", default=[], metavar="NAMES", help="leave these classes alone")
+    add("--dry-run", action="store_true", help="watch and report, but change nothing")
     add("--freeze-after", type=int, metavar="N", help="hold the scale after N steps")
     add(
         "--log",
         type=Path,
         metavar="FOLDER",
-        help="write the history there, as JSON lines and TensorBoard events; it must not exist yet",
+        help="write the history to this new folder, as JSON lines and TensorBoard events",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the history at the end (png, svg or pdf)")
-    add("--quiet", action="store_true", help="no status line and no summary")
+    add("--quiet", action="store_true", help="show no status line and no summary")
     add("--nproc", type=int, metavar="N", help="start N processes with torchrun")
-    tuner = parser.add_argument_group("the tuner's options, as for mechanize()")
+    tuner = parser.add_argument_group("options of the tuner, as for mechanize()")
     tuner.add_argument("--preset", help="the rule: default, paper, mechanic-pytorch or optax")
-    tuner.add_argument("--s-init", metavar="S", help="the first scale, or 'relative'")
-    tuner.add_argument("--s-decay", metavar="λ", help="the paper's decay")
-    tuner.add_argument("--betas", metavar="β,β,…", help="the tuners' discounts")
-    tuner.add_argument("--max-scale", metavar="S", help="the scale's cap")
+    tuner.add_argument("--s-init", metavar="S", help="the first scale: a number, or 'relative'")
+    tuner.add_argument("--s-decay", metavar="λ", help="the decay λ of the paper")
     tuner.add_argument(
-        "--no-skip-nonfinite", action="store_true", help="take steps with NaN or inf"
+        "--betas", metavar="β,β,…", help="the discounts of the tuners whose scales are added up"
+    )
+    tuner.add_argument("--max-scale", metavar="S", help="the largest scale allowed")
+    tuner.add_argument(
+        "--no-skip-nonfinite",
+        action="store_true",
+        help="also take steps whose gradients hold NaN or inf",
     )
 
 
-def check(options: argparse.Namespace, target: list[str]) -> Request:
-    """Turn parsed options into a request.
+def make_request(options: argparse.Namespace, target: list[str]) -> RunRequest:
+    """Check the parsed options, and turn them into a request.
 
     Raises:
-        ValueError: for whatever is wrong with them; nothing has been started then.
+        ValueError: if an option is wrong. Nothing has been started then.
     """
     _check_target(target)
     for name in ("freeze_after", "nproc"):
@@ -128,11 +132,11 @@ def check(options: argparse.Namespace, target: list[str]) -> Request:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     _check_packages(options)
     if options.plot is not None:
-        check_drawing(options.plot, "--plot")
-    request = Request(
+        check_plot_path(options.plot, "--plot")
+    request = RunRequest(
         command=_command(target, options.nproc),
-        shown=target,
-        tuner=_tuner(options),
+        target=target,
+        tuner=_tuner_options(options),
         only=_names(options.only),
         skip=_names(options.skip),
         dry_run=options.dry_run,
@@ -150,19 +154,21 @@ def _command(target: list[str], nproc: int | None) -> list[str]:
     if nproc is None:
         return [sys.executable, *target]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    # Without the -- it would look for options of its own among the script's.
+    # Without the -- torchrun would look for its own options among the script's.
     target = ["-m", "--", *target[1:]] if target[0] == "-m" else ["--", *target]
     return [sys.executable, *torchrun, *target]
 
 
 def _check_target(target: list[str]) -> None:
     if not target:
-        raise ValueError("give a script, or -m and a module: mechanic run train.py --epochs 3.")
+        raise ValueError(
+            "give a script, or -m and a module, as in: mechanic run train.py --epochs 3."
+        )
     name = target[0]
     if name == "-m":
         _check_module(target[1:2])
     elif name == "-":
-        raise ValueError("the script must be a file; standard input is left to it.")
+        raise ValueError("the script must be a file: standard input belongs to the script itself.")
     elif os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "__main__.py")):
             raise ValueError(f"{name} is a folder without a __main__.py; give a script.")
@@ -178,20 +184,22 @@ def _check_module(given: list[str]) -> None:
     top = given[0].partition(".")[0]
     found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
     if found is None and top not in sys.stdlib_module_names:
-        raise ValueError(f"there is no module {top}, neither in {os.getcwd()} nor installed.")
+        raise ValueError(f"there is no module {top} in {os.getcwd()}, and none is installed.")
 
 
 def _check_packages(options: argparse.Namespace) -> None:
-    needed = {"torch": "torch", "tensorboard": "tensorboard", "matplotlib": "matplotlib"}
-    asked = {"torch": True, "tensorboard": options.log, "matplotlib": options.plot}
-    for package, what in needed.items():
-        if asked[package] and importlib.util.find_spec(package) is None:
-            option = {"tensorboard": " --log", "matplotlib": " --plot"}.get(package, "")
-            raise ValueError(f"mechanic run{option} needs {what}: pip install {what}")
+    needed = {"": "torch"}
+    if options.log:
+        needed[" --log"] = "tensorboard"
+    if options.plot:
+        needed[" --plot"] = "matplotlib"
+    for option, package in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"mechanic run{option} needs {package}: pip install {package}")
 
 
-def check_drawing(path: Path, option: str) -> None:
-    """Refuse a file that cannot be drawn to."""
+def check_plot_path(path: Path, option: str) -> None:
+    """Refuse a file to which no figure can be written."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{option} draws .png, .svg or .pdf, got {path}.")
     if not path.parent.is_dir():
@@ -212,10 +220,10 @@ def _names(given: list[str]) -> tuple[str, ...]:
     return names
 
 
-def _tuner(options: argparse.Namespace) -> dict[str, Any]:
-    """What was given of the tuner's options, checked as `mechanize` checks it."""
+def _tuner_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of the tuner that were given, checked as `mechanize` checks them."""
     values: dict[str, Any] = {}
-    for name in _TUNER:
+    for name in _TUNER_OPTIONS:
         given = getattr(options, name)
         if given is not None:
             values[name] = _number(given) if name not in ("preset", "betas") else given
@@ -231,4 +239,4 @@ def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text  # "relative", or a mistake that `Options` names
+        return text  # "relative", or a mistake that `Options` reports

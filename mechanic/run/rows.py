@@ -1,7 +1,7 @@
-"""What the script's process notes about a step, as bytes: written there, read by the supervisor.
+"""One step of one optimizer as bytes: the script's process writes them, the supervisor reads them.
 
-A row is a run of float64 numbers that begins with its own length and ends with its step once more,
-so that one half written is known as such.
+A row is a sequence of float64 numbers. It begins with its length and ends with its step number once
+more, so that the reader recognises a row that is only half written.
 """
 
 import math
@@ -10,32 +10,30 @@ from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
-_HEAD = 7  # length, step, time, scale, skipped, the number of groups and of betas
+_HEAD = 7  # length, step, time, scale, skipped, number of groups, number of betas
 _WIDTH = 8  # bytes of a float64
-_DENSE = 1000  # so many steps are all kept; then so many of each power of ten
+_DENSE = 1000  # every step up to this one is kept
 
 
-class Row(NamedTuple):
+class HistoryRow(NamedTuple):
     """One step of one optimizer."""
 
     step: int
-    """Counted from 1 in this run"""
+    """Counted from 1 in this run."""
     time: float
-    """Seconds since the epoch"""
+    """Seconds since the epoch."""
     scale: float
-    """The learned scale; NaN where none is learned"""
+    """The learned scale; NaN where none is learned."""
     skipped: int
-    """Steps skipped so far"""
+    """The number of steps skipped so far."""
     lr: tuple[float, ...]
-    """As it is typed and scheduled, one a group"""
+    """The lr of each group, as typed and scheduled."""
     scales: tuple[float, ...]
-    """The tuners' scales, one a β"""
-    wealth: tuple[float, ...]
-    """The tuners' rewards, one a β"""
+    """The scale of each tuner; there is one tuner for each β."""
 
     @property
     def effective_lr(self) -> tuple[float, ...]:
-        """The learning rate in force, one a group."""
+        """The learning rate in force, for each group."""
         return self.lr if math.isnan(self.scale) else tuple(self.scale * lr for lr in self.lr)
 
 
@@ -51,42 +49,41 @@ def pack(
     skipped: float,
     lr: Sequence[float],
     scales: Sequence[float],
-    wealth: Sequence[float],
 ) -> bytes:
     """The bytes of a row.
 
-    >>> row = Row(3, 0.5, 2.0, 1, (0.1,), (1.5, 0.5), (0.0, 4.0))
+    >>> row = HistoryRow(3, 0.5, 2.0, 1, (0.1,), (1.5, 0.5))
     >>> unpack(pack(*row)) == ([row], len(pack(*row)))
     True
     """
     groups, betas = len(lr), len(scales)
-    length = _HEAD + groups + 2 * betas + 1
+    length = _HEAD + groups + betas + 1
     return _struct(length).pack(
-        length, step, time, scale, skipped, groups, betas, *lr, *scales, *wealth, step
+        length, step, time, scale, skipped, groups, betas, *lr, *scales, step
     )
 
 
-def unpack(data: bytes) -> tuple[list[Row], int]:
-    """The whole rows at the front of `data`, and how many bytes they are."""
-    rows: list[Row] = []
-    at = 0
-    while at + _WIDTH <= len(data):
-        (length,) = _struct(1).unpack_from(data, at)
-        if length <= _HEAD or at + int(length) * _WIDTH > len(data):
+def unpack(data: bytes) -> tuple[list[HistoryRow], int]:
+    """The complete rows at the start of `data`, and their number of bytes."""
+    rows: list[HistoryRow] = []
+    offset = 0
+    while offset + _WIDTH <= len(data):
+        (length,) = _struct(1).unpack_from(data, offset)
+        if length <= _HEAD or offset + int(length) * _WIDTH > len(data):
             break
-        values = _struct(int(length)).unpack_from(data, at)
+        values = _struct(int(length)).unpack_from(data, offset)
         _, step, time, scale, skipped, groups, betas = values[:_HEAD]
-        if values[-1] != step or length != _HEAD + groups + 2 * betas + 1:
+        if values[-1] != step or length != _HEAD + groups + betas + 1:
             break
-        lr_end, scales_end = _HEAD + int(groups), _HEAD + int(groups + betas)
-        parts = values[_HEAD:lr_end], values[lr_end:scales_end], values[scales_end:-1]
-        rows.append(Row(int(step), time, scale, int(skipped), *parts))
-        at += int(length) * _WIDTH
-    return rows, at
+        lr_end = _HEAD + int(groups)
+        lr, scales = values[_HEAD:lr_end], values[lr_end:-1]
+        rows.append(HistoryRow(int(step), time, scale, int(skipped), lr, scales))
+        offset += int(length) * _WIDTH
+    return rows, offset
 
 
 class Thinning:
-    """Which steps a history keeps: all to 1,000, then every 10th to 10,000, and so on.
+    """Which steps a history keeps: all up to 1,000, then every 10th up to 10,000, and so on.
 
     >>> thinning = Thinning()
     >>> kept = [step for step in range(1, 100_001) if thinning.keeps(step)]
@@ -98,7 +95,7 @@ class Thinning:
         self._every, self._until = 1, _DENSE
 
     def keeps(self, step: int) -> bool:
-        """Whether a step is kept; to be asked in the order of the steps."""
+        """Whether a step is kept. Ask in the order of the steps."""
         if step > self._until:
             self._every, self._until = 10 * self._every, 10 * self._until
         return step % self._every == 0

@@ -1,17 +1,17 @@
-"""The status line: the last row of the terminal, kept out of what scrolls."""
+"""The status line: the last row of the terminal, which does not scroll."""
 
 import os
 
 _SAVE, _RESTORE = "\0337", "\0338"  # DECSC, DECRC: the cursor and its attributes
-_SMALLEST = 4  # rows; below, every row is the script's
+_SMALLEST = 4  # rows; in a smaller terminal there is no status line
 
 
 class Screen:
     """The last row of a terminal.
 
-    The rows above it are made the scroll region (DECSTBM), as apt does: the script and its progress
-    bars write there, whatever they do with newlines and carriage returns. Every change is one
-    write, so that it cannot be torn apart by the script's own.
+    The rows above it become the scroll region (DECSTBM), as in apt. The script and its progress
+    bars write there, whatever newlines and carriage returns they use. Every change is a single
+    write, so that no output of the script can come between its parts.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -20,12 +20,13 @@ class Screen:
 
     @staticmethod
     def is_usable(descriptor: int) -> bool:
-        """Whether there is a terminal that understands."""
-        knows = hasattr(os, "tcgetpgrp") and os.environ.get("TERM", "dumb") not in ("", "dumb")
-        return knows and os.isatty(descriptor)
+        """Whether the descriptor is a terminal that understands these control sequences."""
+        if not hasattr(os, "tcgetpgrp") or os.environ.get("TERM", "") in ("", "dumb"):
+            return False
+        return os.isatty(descriptor)
 
     def show(self, text: str) -> None:
-        """Write the line, if the terminal is ours to write to."""
+        """Write the line, unless this process is in the background."""
         if os.tcgetpgrp(self._descriptor) != os.getpgrp():
             return
         if not self._rows and not self._open():
@@ -34,12 +35,12 @@ class Screen:
         self._write(f"{_SAVE}\033[{self._rows};1H\033[0;7m{line}\033[0m\033[K{_RESTORE}")
 
     def resize(self) -> None:
-        """The terminal has another size: make the region anew."""
+        """The size of the terminal has changed: set the scroll region again."""
         if self._rows:
             self._open()
 
     def close(self) -> None:
-        """Give the last row back."""
+        """Give the last row back to the script."""
         if self._rows:
             self._write(f"{_SAVE}\033[r\033[{self._rows};1H\033[K{_RESTORE}")
             self._rows = 0
@@ -50,8 +51,8 @@ class Screen:
             self.close()
             return False
         self._columns, self._rows = size
-        # One row down and up again (IND, CUU) keeps the column, and brings a cursor that stands
-        # in the last row out of it. DECSTBM sends the cursor home, hence the saving.
+        # One row down and up again (IND, CUU) moves a cursor out of the last row and keeps its
+        # column. DECSTBM moves the cursor to the top, so its position is saved and restored.
         self._write(f"\033[r\033D{_SAVE}\033[1;{self._rows - 1}r{_RESTORE}\033[1A")
         return True
 

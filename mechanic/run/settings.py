@@ -1,4 +1,4 @@
-"""What the supervisor tells the processes of the script, through one environment variable."""
+"""What the supervisor tells the script's processes, through one environment variable."""
 
 import json
 import os
@@ -11,49 +11,50 @@ VARIABLE = "MECHANIC_RUN"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the optimizers of a script are to be treated."""
+class RunSettings:
+    """How `mechanic run` treats the optimizers of a script."""
 
     spool: str | None = None
-    """The folder for the notes; None where nobody reads them"""
+    """The folder for the recorded steps; None if nobody reads them."""
     tuner: dict[str, Any] = field(default_factory=dict)
-    """Options of `mechanize`"""
+    """Options of `mechanize`."""
     only: tuple[str, ...] = ()
-    """Names of the classes to tune; all if empty"""
+    """Names of the classes to tune; all classes if empty."""
     skip: tuple[str, ...] = ()
-    """Names of the classes to leave alone"""
+    """Names of the classes to leave alone."""
     dry_run: bool = False
-    """Watch, and change nothing"""
+    """Record the steps, but tune nothing."""
     freeze_after: int | None = None
-    """Hold the scale after so many steps"""
+    """Hold the scale after this many steps."""
 
     def chooses(self, name: str) -> bool:
         """Whether a class of this name is to be tuned.
 
-        >>> Settings(only=("Adam*",), skip=("AdamW",)).chooses("Adam")
+        >>> RunSettings(only=("Adam*",), skip=("AdamW",)).chooses("Adam")
         True
         """
         wanted = not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
         return wanted and not any(fnmatchcase(name, pattern) for pattern in self.skip)
 
     def to_environment(self) -> str:
-        """As the value of the variable."""
+        """The value of the environment variable."""
         return json.dumps(asdict(self))
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of the process that asks.
+def from_environment(environment: Mapping[str, str] = os.environ) -> RunSettings:
+    """The settings that the supervisor has given to this process.
 
-    >>> from_environment({VARIABLE: Settings(only=("AdamW",)).to_environment()}).only
+    >>> from_environment({VARIABLE: RunSettings(only=("AdamW",)).to_environment()}).only
     ('AdamW',)
     """
     values: dict[str, Any] = json.loads(environment[VARIABLE])
-    lists = {name: tuple(values[name]) for name in ("only", "skip")}
-    return Settings(**{**values, **lists})
+    names = {field: tuple(values[field]) for field in ("only", "skip")}
+    return RunSettings(**{**values, **names})
 
 
 def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process reports, as far as the environment tells: of a distributed run, one.
+    """Whether this process reports, as far as its environment tells. In a distributed run only the
+    first rank does.
 
     >>> is_first_rank({"RANK": "1"}), is_first_rank({"RANK": "0"}), is_first_rank({})
     (False, True, True)

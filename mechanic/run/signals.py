@@ -1,4 +1,4 @@
-"""Signals: those of the keyboard reach the script by themselves, others are passed on to it."""
+"""Signals: those from the keyboard reach the script anyway, the others are forwarded to it."""
 
 import contextlib
 import ctypes
@@ -8,19 +8,19 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 _PR_SET_PDEATHSIG = 1
 
 
 def open_signals() -> "Signals":
-    """The way of this platform to take signals; to be used in a `with`."""
-    return WaitedFor() if hasattr(signal, "sigtimedwait") else Signals()
+    """What this platform offers to receive signals; for use in a `with` statement."""
+    return BlockedSignals() if hasattr(signal, "sigtimedwait") else Signals()
 
 
 class Signals:
-    """Where signals cannot be waited for (macOS, Windows): handlers that pass them on.
+    """Handlers that forward signals, where signals cannot be waited for (macOS, Windows).
 
-    SIGINT is taken to come from the keyboard, that is, to have reached the script too.
+    SIGINT is assumed to come from the keyboard, which sends it to the script as well.
     """
 
     def __init__(self) -> None:
@@ -37,76 +37,77 @@ class Signals:
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start the script."""
         self._child = subprocess.Popen(command, env=environment, close_fds=False)
-        for name in _PASSED_ON:
+        for name in _FORWARDED:
             number = getattr(signal, name, None)
             if number is not None and name != "SIGTSTP":
-                act: Any = signal.SIG_IGN if name == "SIGINT" else self._pass_on
-                self._handlers[number] = signal.signal(number, act)
+                handler: Any = signal.SIG_IGN if name == "SIGINT" else self._forward
+                self._handlers[number] = signal.signal(number, handler)
         return self._child
 
-    def _pass_on(self, number: int, _: Any) -> None:
+    def _forward(self, number: int, _: Any) -> None:
         if self._child is not None:
             self._child.send_signal(number)
 
     def wait(self, seconds: float) -> Any:
-        """Wait until the script ends, a while at most; or give a signal that came."""
+        """Wait until the script ends, but not longer than `seconds`. Returns None: the handlers
+        forward the signals."""
         assert self._child is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(seconds)
 
     def stop(self) -> None:
-        """Stop, as Ctrl-Z would have stopped us, until we are continued."""
+        """Stop this process as Ctrl-Z does, until it is continued."""
 
 
-class WaitedFor(Signals):
-    """Signals that are blocked and taken one by one, with how they came (Linux, BSD)."""
+class BlockedSignals(Signals):
+    """Signals that are blocked and then received one by one, with their origin (Linux, BSD)."""
 
     def __init__(self) -> None:
         super().__init__()
-        names = (*_PASSED_ON, "SIGCHLD", "SIGWINCH")
-        self._taken = {getattr(signal, name) for name in names}
-        self._mask: Iterable[int] = ()
+        names = (*_FORWARDED, "SIGCHLD", "SIGWINCH")
+        self._blocked = {getattr(signal, name) for name in names}
+        self._original_mask: Iterable[int] = ()
 
-    def __enter__(self) -> "WaitedFor":
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+    def __enter__(self) -> "BlockedSignals":
+        self._original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         return self
 
     def __exit__(self, *_: object) -> None:
-        while signal.sigtimedwait(self._taken, 0):
-            pass  # what came when the script had ended has nobody to go to
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        while signal.sigtimedwait(self._blocked, 0):
+            pass  # the script has ended, so that nobody is left to receive them
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._original_mask)
 
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start the script, with the signals as they were, and tied to this process's life."""
+        """Start the script with the original signal mask. It dies when this process dies."""
         prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
         def prepare() -> None:
             if prctl is not None:  # a kill -9 of the supervisor is meant for the script
                 prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != parent:
+                if os.getppid() != parent:  # the supervisor died before prctl was called
                     os.kill(os.getpid(), signal.SIGKILL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._original_mask)
 
         return subprocess.Popen(command, env=environment, close_fds=False, preexec_fn=prepare)
 
     def wait(self, seconds: float) -> Any:
-        """The next signal, or None: after a while, or when the script may have ended."""
-        info = signal.sigtimedwait(self._taken, seconds)
+        """The next signal; None if the time is over or if the script may have ended."""
+        info = signal.sigtimedwait(self._blocked, seconds)
         return None if info is None or info.si_signo == signal.SIGCHLD else info
 
     def stop(self) -> None:
-        """Stop, as Ctrl-Z would have stopped us, until we are continued."""
+        """Stop this process as Ctrl-Z does, until it is continued."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 def die_by(number: int) -> None:
-    """Die by a signal, so that whoever waits for us sees what the script died of."""
-    import resource  # Windows has none, and no death by signals
+    """Die by a signal, so that the parent process sees by what the script was killed."""
+    import resource  # Windows has neither this module nor death by a signal
 
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script has left its own core
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script has left its own core dump
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])

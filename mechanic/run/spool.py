@@ -1,4 +1,4 @@
-"""The supervisor's side of the notes: what the script's processes have written so far."""
+"""The supervisor's view of the spool: the folder to which the script's processes write steps."""
 
 import json
 import os
@@ -7,137 +7,144 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mechanic.run.rows import Row, unpack
+from mechanic.run.rows import HistoryRow, unpack
 
-Rates = dict[str, float | None]
-"""The learning rates of a group, by their names in it"""
+GroupRates = dict[str, float | None]
+"""The learning rates of a parameter group, by the names that they have in it."""
 
 
 @dataclass(eq=False)
-class Track:
+class History:
     """What is known of one optimizer of one process."""
 
     label: str
-    """Its class's name, with a number where there are several"""
+    """The name of its class, with a number where there are several."""
     process: int
     name: str = ""
+    """The name of its class."""
     status: str = ""
-    """tuned; own: mechanized by the script; dry: watched only; left: not chosen; refused"""
+    """`tuned`; `own`, mechanized by the script; `dry`, watched only; `left`, not chosen; or
+    `refused`, by `mechanize`."""
     reason: str = ""
     max_scale: float = float("inf")
-    betas: list[float] = field(default_factory=list)
-    groups: list[Rates] = field(default_factory=list)
+    groups: list[GroupRates] = field(default_factory=list)
     resumed: bool = False
-    """Whether it had learned before its first step here: from a checkpoint, or before a fork"""
-    rows: list[Row] = field(default_factory=list)
-    """Thinned, and without the last step if that one was left out"""
-    last: Row | None = None
+    """Whether the optimizer had learned a scale before its first step here: from a checkpoint, or
+    before a fork."""
+    rows: list[HistoryRow] = field(default_factory=list)
+    """The steps that thinning keeps."""
+    last: HistoryRow | None = None
+    """The latest step that thinning drops."""
 
-    def read(self, event: dict[str, Any]) -> None:
-        """Take in what the process tells."""
+    def update(self, event: dict[str, Any]) -> None:
+        """Take over what the process has written about the optimizer."""
         self.groups = event["groups"]
         self.resumed = event.get("resumed", self.resumed)
-        if event["event"] == "made":
-            self.name, self.status = event["optimizer"], event["status"]
+        if event["event"] == "optimizer":
+            self.name, self.status = event["class"], event["status"]
             self.reason, self.max_scale = event["reason"], event["max_scale"]
-            self.betas = event["betas"]
 
-    def close(self) -> list[Row]:
-        """At the end: the last step becomes part of the history, if it was left out."""
+    def close(self) -> list[HistoryRow]:
+        """Add the last step to the rows if thinning has dropped it. Returns what was added."""
         if self.last is None or (self.rows and self.rows[-1].step >= self.last.step):
             return []
         self.rows.append(self.last)
         return [self.last]
 
     @property
-    def latest(self) -> Row | None:
-        """The last step so far."""
+    def latest(self) -> HistoryRow | None:
+        """The latest step, kept or dropped."""
         if self.last is None or (self.rows and self.rows[-1].step > self.last.step):
             return self.rows[-1] if self.rows else None
         return self.last
 
     @property
     def steps(self) -> int:
-        """How many there were so far."""
+        """The number of steps so far."""
         return self.latest.step if self.latest else 0
 
 
-class _Files:
-    """The three files of one optimizer, read as they grow."""
+class _SpoolReader:
+    """Reads the three files of one optimizer while they grow."""
 
     def __init__(self, stem: Path) -> None:
         self._stem = stem
-        self._events = self._rows = 0
+        self._events_offset = self._rows_offset = 0
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        data = self._from(".events", self._events)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._events += len(whole)
-        for line in whole.splitlines():
+    def new_events(self) -> Iterator[dict[str, Any]]:
+        data = self._read(".events", self._events_offset)
+        complete = data[: data.rfind(b"\n") + 1]
+        self._events_offset += len(complete)
+        for line in complete.splitlines():
             yield json.loads(line)
 
-    def rows(self) -> list[Row]:
-        rows, size = unpack(self._from(".rows", self._rows))
-        self._rows += size
+    def new_rows(self) -> list[HistoryRow]:
+        rows, size = unpack(self._read(".rows", self._rows_offset))
+        self._rows_offset += size
         return rows
 
-    def last(self) -> Row | None:
-        rows, _ = unpack(self._from(".last", 0))
+    def last_row(self) -> HistoryRow | None:
+        rows, _ = unpack(self._read(".last", 0))
         return rows[0] if rows else None
 
-    def _from(self, suffix: str, offset: int) -> bytes:
+    def _read(self, suffix: str, offset: int) -> bytes:
         with open(f"{self._stem}{suffix}", "rb") as file:
             file.seek(offset)
             return file.read()
 
 
 class Spool:
-    """The folder of notes."""
+    """The folder of recorded steps."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._files: dict[str, _Files] = {}
-        self._tracks: dict[str, Track] = {}
-        self._silent: set[str] = set()
+        self._readers: dict[str, _SpoolReader] = {}
+        self._histories: dict[str, History] = {}
+        self._ignored: set[str] = set()
+        """Files of processes that turned out not to be the first rank."""
 
     @property
-    def tracks(self) -> list[Track]:
-        """The optimizers so far, in the order in which they were made."""
-        return [track for stem, track in sorted(self._tracks.items()) if stem not in self._silent]
+    def histories(self) -> list[History]:
+        """The optimizers so far, in the order in which the script made them."""
+        return [
+            history
+            for stem, history in sorted(self._histories.items())
+            if stem not in self._ignored
+        ]
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong in processes of the script before there was anything to note."""
+        """What went wrong in the script's processes before anything could be recorded."""
         return sorted({path.read_text() for path in self._folder.glob("*.failed")})
 
-    def poll(self) -> list[tuple[Track, list[dict[str, Any]], list[Row]]]:
-        """What is new: of each optimizer the events and the rows."""
+    def poll(self) -> list[tuple[History, list[dict[str, Any]], list[HistoryRow]]]:
+        """The new events and rows of each optimizer that has any."""
         stems = sorted(name[:-7] for name in os.listdir(self._folder) if name.endswith(".events"))
         news = []
         for stem in stems:
-            if stem in self._silent:
+            if stem in self._ignored:
                 continue
-            files = self._files.setdefault(stem, _Files(self._folder / stem))
-            events = list(files.events())
+            reader = self._readers.setdefault(stem, _SpoolReader(self._folder / stem))
+            events = list(reader.new_events())
             if any(event["event"] == "another rank" for event in events):
-                self._silent.add(stem)
+                self._ignored.add(stem)
                 continue
-            track = self._track(stem, events)
-            if track is None:
+            history = self._history(stem, events)
+            if history is None:
                 continue
             for event in events:
-                track.read(event)
-            rows = files.rows()
-            track.rows += rows
-            track.last = files.last() or track.last
+                history.update(event)
+            rows = reader.new_rows()
+            history.rows += rows
+            history.last = reader.last_row() or history.last
             if events or rows:
-                news.append((track, events, rows))
+                news.append((history, events, rows))
         return news
 
-    def _track(self, stem: str, events: list[dict[str, Any]]) -> Track | None:
-        if stem not in self._tracks and events:
-            name = events[0]["optimizer"]
-            number = 1 + sum(track.name == name for track in self._tracks.values())
+    def _history(self, stem: str, events: list[dict[str, Any]]) -> History | None:
+        if stem not in self._histories and events:
+            name = events[0]["class"]
+            number = 1 + sum(history.name == name for history in self._histories.values())
             process = int(stem.split("-")[1])
-            self._tracks[stem] = Track(name if number == 1 else f"{name} {number}", process)
-        return self._tracks.get(stem)
+            self._histories[stem] = History(name if number == 1 else f"{name} {number}", process)
+        return self._histories.get(stem)

@@ -1,4 +1,4 @@
-"""What people see of a run: the status line while it lasts, the summary after it."""
+"""What the user sees of a run: the status line while it lasts, the summary at its end."""
 
 import signal
 import textwrap
@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mechanic.run.advice import Findings, Spread, find
-from mechanic.run.request import Request
-from mechanic.run.spool import Track
+from mechanic.run.advice import Findings, Spread, analyze
+from mechanic.run.request import RunRequest
+from mechanic.run.spool import History
 
 _WIDTH = 79
-_RECENT = 5.0  # seconds over which steps a second are counted
-_KINDS = {
+_RECENT = 5.0  # seconds over which steps per second are counted
+_STATUS_TEXTS = {
     "tuned": "tuned",
     "own": "mechanized by the script",
     "dry": "watched only",
@@ -26,88 +26,91 @@ _KINDS = {
 class Ending:
     """How the script ended."""
 
-    request: Request
+    request: RunRequest
     code: int
-    """Its exit code, or minus the signal that killed it"""
+    """Its exit code, or minus the number of the signal that killed it."""
     started: float
     ended: float
 
     @property
-    def words(self) -> str:
-        """How, in words."""
+    def text(self) -> str:
+        """How the script ended, for the summary."""
         if self.code >= 0:
             return f"exit code {self.code}"
         return f"killed by {signal.Signals(-self.code).name}"
 
 
-def status_line(tracks: Sequence[Track]) -> str:
-    """What is going on, in one line; empty before the first step."""
-    running = [track for track in tracks if track.latest and track.status != "left"]
+def status_line(histories: Sequence[History]) -> str:
+    """The state of every optimizer in one line; empty before the first step."""
+    running = [one for one in histories if one.latest and one.status != "left"]
     return "mechanic  " + "  |  ".join(map(_status, running)) if running else ""
 
 
-def _status(track: Track) -> str:
-    latest = track.latest
+def _status(history: History) -> str:
+    latest = history.latest
     assert latest is not None
-    recent = next((row for row in track.rows if row.time >= latest.time - _RECENT), latest)
-    took = latest.time - recent.time
-    rate = f"{(latest.step - recent.step) / took:.3g}/s" if took > 0 else "-/s"
+    recent = next((row for row in history.rows if row.time >= latest.time - _RECENT), latest)
+    seconds = latest.time - recent.time
+    speed = f"{(latest.step - recent.step) / seconds:.3g}/s" if seconds > 0 else "-/s"
     scale = "" if latest.scale != latest.scale else f"  scale {latest.scale:.2e}"
     low, high = min(latest.effective_lr), max(latest.effective_lr)
     lr = f"{low:.2e}" if low == high else f"{low:.2e} to {high:.2e}"
-    return f"{track.label}  step {latest.step:,}  {rate}{scale}  lr {lr}"
+    return f"{history.label}  step {latest.step:,}  {speed}{scale}  lr {lr}"
 
 
 def as_text(
-    ending: Ending, tracks: Sequence[Track], trouble: Sequence[str], failures: Sequence[str] = ()
+    ending: Ending,
+    histories: Sequence[History],
+    problems: Sequence[str],
+    failures: Sequence[str] = (),
 ) -> str:
     """The summary, for a terminal."""
-    took = _duration(ending.ended - ending.started)
-    name = " ".join(ending.request.shown[: 2 if ending.request.shown[0] == "-m" else 1])
-    lines = ["", *textwrap.wrap(f"mechanic run: {name}: {ending.words}, {took}", _WIDTH)]
-    stepped = [track for track in tracks if track.steps or track.status == "refused"]
-    several = len({track.process for track in stepped}) > 1
-    for track in stepped:
-        where = f", process {track.process}" if several else ""
-        lines += ["", *_optimizer_lines(track, find(track), where)]
-    if not any(track.steps for track in tracks) and not failures:
-        lines += _wrapped(_why_nothing(tracks), "  ! ")
-    unmatched = [name for name in ending.request.only if not _matched(name, tracks)]
-    for pattern in unmatched:
-        made = ", ".join(sorted({track.name for track in tracks})) or "none"
-        lines += _wrapped(f"--only {pattern} matched no optimizer; made were: {made}.", "  ! ")
-    for text in (*failures, *trouble):
-        lines += _wrapped(text, "  ! ")
+    target = ending.request.target
+    name = " ".join(target[: 2 if target[0] == "-m" else 1])
+    duration = _duration(ending.ended - ending.started)
+    lines = ["", *textwrap.wrap(f"mechanic run: {name}: {ending.text}, {duration}", _WIDTH)]
+    shown = [one for one in histories if one.steps or one.status == "refused"]
+    several = len({one.process for one in shown}) > 1
+    for history in shown:
+        process = f", process {history.process}" if several else ""
+        lines += ["", *_optimizer_lines(history, analyze(history), process)]
+    if not any(one.steps for one in histories) and not failures:
+        lines += _warning(_why_nothing(histories))
+    for pattern in ending.request.only:
+        if not any(fnmatchcase(one.name, pattern) for one in histories):
+            names = _class_names(histories) or "none"
+            lines += _warning(f"--only {pattern} matched no optimizer. The script made: {names}.")
+    for text in (*failures, *problems):
+        lines += _warning(text)
     if ending.request.log:
         lines += ["", f"log: {ending.request.log}"]
     return "\n".join(lines) + "\n"
 
 
-def _matched(pattern: str, tracks: Sequence[Track]) -> bool:
-    return any(fnmatchcase(track.name, pattern) for track in tracks)
+def _class_names(histories: Sequence[History]) -> str:
+    return ", ".join(sorted({history.name for history in histories}))
 
 
-def _why_nothing(tracks: Sequence[Track]) -> str:
-    if not tracks:
+def _why_nothing(histories: Sequence[History]) -> str:
+    if not histories:
         return "the script made no torch optimizer, so there was nothing to tune."
-    names = ", ".join(sorted({track.name for track in tracks}))
-    return f"no optimizer made a step; made were: {names}."
+    return f"no optimizer took a step. The script made: {_class_names(histories)}."
 
 
-def _optimizer_lines(track: Track, found: Findings, where: str) -> list[str]:
-    kind = _KINDS[track.status] + (f" ({track.reason})" if track.status == "left" else "")
-    steps = f"{track.steps:,} step{'' if track.steps == 1 else 's'}"
-    lines = [f"{track.label}: {kind}, {steps}{where}"]
+def _optimizer_lines(history: History, found: Findings, process: str) -> list[str]:
+    status = _STATUS_TEXTS[history.status]
+    if history.status == "left":
+        status += f" ({history.reason})"
+    lines = [f"{history.label}: {status}, {_count_steps(history.steps)}{process}"]
     rows: list[tuple[str, str]] = [(f"{found.typed_name} typed", _each(found.typed))]
     if found.scale is not None:
-        for typed, which in _distinct(found.typed):
-            rows.append((f"{found.typed_name} learned{which}", _spread(found.scale.times(typed))))
-    if _is_scheduled(track):
-        rows.append(("lr in force", _in_force(track)))
+        for typed, groups in _distinct(found.typed):
+            rows.append((f"{found.typed_name} learned{groups}", _spread(found.scale.times(typed))))
+    if _is_scheduled(history):
+        rows.append(("lr in force", _in_force(history)))
     if found.ramp is not None:
-        steps = f"{found.ramp:,} step{'' if found.ramp == 1 else 's'}"
-        rows.append(("ramp", f"{steps} to half the scale it came to"))
-    elif track.resumed:
+        rows.append(("ramp", f"{_count_steps(found.ramp)} to half the scale it settled at"))
+    elif history.resumed:
         rows.append(("ramp", "none: it had learned before, from a checkpoint"))
     if found.scale is not None:
         rows.append(("skipped", f"{found.skipped:,} steps with NaN or inf in the gradients"))
@@ -119,23 +122,28 @@ def _optimizer_lines(track: Track, found: Findings, where: str) -> list[str]:
             f"  {name:<{width}}{text}", _WIDTH, subsequent_indent=" " * (width + 2)
         )
     for warning in found.warnings:
-        lines += _wrapped(warning, "  ! ")
+        lines += _warning(warning)
     return lines
 
 
-def _wrapped(text: str, lead: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
+def _count_steps(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _warning(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ! ", subsequent_indent="    ")
 
 
 def _distinct(typed: Sequence[float]) -> Iterable[tuple[float, str]]:
     """Each learning rate once, with the groups that have it."""
     for lr in dict.fromkeys(typed):
-        own = [str(i) for i, other in enumerate(typed) if other == lr]
-        if len(own) == len(typed):
+        groups = [str(i) for i, other in enumerate(typed) if other == lr]
+        if len(groups) == len(typed):
             yield lr, ""
         else:
-            which = ", ".join(own) if len(own) < 4 else f"{own[0]}, {own[1]}, …, {own[-1]}"
-            yield lr, f", group{'s' if len(own) > 1 else ''} {which}"
+            few = len(groups) < 4
+            text = ", ".join(groups) if few else f"{groups[0]}, {groups[1]}, …, {groups[-1]}"
+            yield lr, f", group{'s' if len(groups) > 1 else ''} {text}"
 
 
 def _each(numbers: Sequence[float]) -> str:
@@ -152,18 +160,18 @@ def _spread(spread: Spread) -> str:
 def _paste(found: Findings) -> str:
     each = [
         f"{found.typed_name}={found.suggested[found.typed.index(typed)]:.3g}"
-        + (f" ({where[2:]})" if where else "")
-        for typed, where in _distinct(found.typed)
+        + (f" ({groups[2:]})" if groups else "")
+        for typed, groups in _distinct(found.typed)
     ]
     return ", ".join(each)
 
 
-def _is_scheduled(track: Track) -> bool:
-    return any(row.lr != track.rows[0].lr for row in track.rows)
+def _is_scheduled(history: History) -> bool:
+    return any(row.lr != history.rows[0].lr for row in history.rows)
 
 
-def _in_force(track: Track) -> str:
-    rates = [lr for row in track.rows for lr in row.effective_lr]
+def _in_force(history: History) -> str:
+    rates = [lr for row in history.rows for lr in row.effective_lr]
     return f"{min(rates):.2g} to {max(rates):.2g}, with its schedule"
 
 
@@ -175,7 +183,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
-def as_json(ending: Ending, tracks: Sequence[Track]) -> dict[str, Any]:
+def as_json(ending: Ending, histories: Sequence[History]) -> dict[str, Any]:
     """The summary, for programs."""
     return {
         "ended": ending.ended,
@@ -183,14 +191,14 @@ def as_json(ending: Ending, tracks: Sequence[Track]) -> dict[str, Any]:
         "signal": signal.Signals(-ending.code).name if ending.code < 0 else None,
         "optimizers": [
             {
-                "optimizer": track.label,
-                "class": track.name,
-                "status": track.status,
-                "reason": track.reason,
-                "process": track.process,
-                "steps": track.steps,
-                **asdict(find(track)),
+                "optimizer": history.label,
+                "class": history.name,
+                "status": history.status,
+                "reason": history.reason,
+                "process": history.process,
+                "steps": history.steps,
+                **asdict(analyze(history)),
             }
-            for track in tracks
+            for history in histories
         ],
     }

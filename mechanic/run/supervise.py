@@ -1,4 +1,4 @@
-"""The supervisor: starts the script, passes signals on, watches it, and ends as it ended."""
+"""The supervisor: starts the script, forwards signals, reports, and ends as the script ended."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 import mechanic
 from mechanic.run.log import Log
-from mechanic.run.request import Request
+from mechanic.run.request import RunRequest
 from mechanic.run.screen import Screen
 from mechanic.run.settings import VARIABLE, is_first_rank
 from mechanic.run.signals import Signals, die_by, open_signals
@@ -23,12 +23,13 @@ from mechanic.run.spool import Spool
 from mechanic.run.summary import Ending, as_json, as_text, status_line
 
 _INJECT = str(Path(__file__).with_name("inject"))
-_LIVE, _REDIRECTED = 0.2, 0.5  # seconds between two looks
+# Seconds between two looks at the spool, with a status line and without one.
+_LIVE_INTERVAL, _QUIET_INTERVAL = 0.2, 0.5
 
 
-def main(request: Request) -> int:
-    """Run the script, and return its exit code; if a signal killed it, die by the same."""
-    if not is_first_rank():  # nothing to supervise: the first rank reports
+def main(request: RunRequest) -> int:
+    """Run the script and return its exit code. If a signal killed it, die by the same signal."""
+    if not is_first_rank():  # only the first rank reports
         os.execve(sys.executable, request.command, _environment(request, None))
     spool = tempfile.mkdtemp(prefix="mechanic-run-")
     try:
@@ -40,43 +41,43 @@ def main(request: Request) -> int:
     return code
 
 
-def _environment(request: Request, spool: str | None) -> dict[str, str]:
+def _environment(request: RunRequest, spool: str | None) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (_INJECT, os.environ.get("PYTHONPATH"))))
     settings = request.settings(spool).to_environment()
     return {**os.environ, "PYTHONPATH": path, VARIABLE: settings}
 
 
 class Supervisor:
-    """Everything that happens while the script runs, and right after."""
+    """Does what is needed while the script runs, and right after."""
 
-    def __init__(self, request: Request, spool: str) -> None:
+    def __init__(self, request: RunRequest, spool: str) -> None:
         self._request = request
         self._folder = spool
         self._spool = Spool(spool)
         self._started = time.time()
-        self._trouble: dict[str, None] = {}
+        self._problems: dict[str, None] = {}  # each once, in order
         self._log = self._open_log(request.log) if request.log else None
         live = not request.quiet and Screen.is_usable(2)
         self._screen = Screen(2) if live else None
 
     def run(self) -> int:
-        """Start the script, wait for it, and tell."""
+        """Start the script, wait for its end, and report. Returns its code."""
         with open_signals() as signals:
             command, environment = self._request.command, _environment(self._request, self._folder)
             child = signals.start(command, environment)
             try:
                 while child.poll() is None:
                     self._handle(child, signals, signals.wait(self._interval()))
-                    self._look()
+                    self._update()
             finally:
-                self._guard(self._leave_screen)
+                self._guard(self._close_screen)
                 self._screen = None
-            self._look()
+            self._update()
             self._finish(child.returncode)
         return int(child.returncode)
 
     def _interval(self) -> float:
-        return _LIVE if self._screen else _REDIRECTED
+        return _LIVE_INTERVAL if self._screen else _QUIET_INTERVAL
 
     def _handle(self, child: subprocess.Popen[bytes], signals: Signals, info: Any) -> None:
         if info is None:
@@ -84,36 +85,37 @@ class Supervisor:
         if info.si_signo == signal.SIGWINCH:
             self._guard(self._resize)
             return
-        if info.si_code <= 0:  # sent by a process, to us; from the keyboard the script has it too
+        if info.si_code <= 0:  # sent by a process; the script gets the keyboard's signals anyway
             child.send_signal(info.si_signo)
         if info.si_signo == signal.SIGTSTP:
-            self._guard(self._leave_screen)
+            self._guard(self._close_screen)
             signals.stop()
 
-    def _look(self) -> None:
-        """See what is new, log it and show it. No trouble here may harm the script."""
-        self._guard(self._look_closely)
+    def _update(self) -> None:
+        """Log and show what is new."""
+        self._guard(self._log_and_show)
 
-    def _look_closely(self) -> None:
-        for track, events, rows in self._spool.poll():
+    def _log_and_show(self) -> None:
+        for history, events, rows in self._spool.poll():
             if self._log:
-                self._log.add(track, events, rows)
-        if self._screen and (text := status_line(self._spool.tracks)):
+                self._log.add(history, events, rows)
+        if self._screen and (text := status_line(self._spool.histories)):
             self._screen.show(text)
 
     def _resize(self) -> None:
         if self._screen:
             self._screen.resize()
 
-    def _leave_screen(self) -> None:
+    def _close_screen(self) -> None:
         if self._screen:
             self._screen.close()
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Report an error instead of raising it: no error here may harm the script."""
         try:
-            work()
+            action()
         except Exception as error:
-            self._trouble[f"while it ran: {error!r}"] = None
+            self._problems[f"mechanic run met an error while the script ran: {error!r}"] = None
             screen, self._screen = self._screen, None
             if screen:
                 with contextlib.suppress(OSError):
@@ -126,40 +128,40 @@ class Supervisor:
             self._guard(self._draw)
         if not self._request.quiet:
             failures = self._spool.failures
-            text = as_text(ending, self._spool.tracks, list(self._trouble), failures)
-            with contextlib.suppress(OSError):  # nobody may be there to read it
+            text = as_text(ending, self._spool.histories, list(self._problems), failures)
+            with contextlib.suppress(OSError):  # standard error may be closed
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
     def _close_log(self, ending: Ending) -> None:
-        for track in self._spool.tracks:
-            rows = track.close()
+        for history in self._spool.histories:
+            rows = history.close()
             if self._log:
-                self._log.add(track, [], rows)
+                self._log.add(history, [], rows)
         if self._log:
-            self._log.close({**self._about(), **as_json(ending, self._spool.tracks)})
-            if self._log.trouble:
-                self._trouble[self._log.trouble] = None
+            self._log.close({**self._description(), **as_json(ending, self._spool.histories)})
+            if self._log.problem:
+                self._problems[self._log.problem] = None
 
     def _draw(self) -> None:
         from mechanic.run.plot import Curves, draw
 
         assert self._request.plot is not None
-        curves = [Curves.of_track(track) for track in self._spool.tracks if track.rows]
+        curves = [Curves.of_history(one) for one in self._spool.histories if one.rows]
         if curves:
             draw(curves, self._request.plot)
         else:
-            self._trouble[f"{self._request.plot} was not drawn: no step was made"] = None
+            self._problems[f"{self._request.plot} was not drawn: no optimizer took a step"] = None
 
     def _open_log(self, folder: Path) -> Log:
         try:
-            return Log(folder, self._about())
+            return Log(folder, self._description())
         except OSError as error:
             raise ValueError(f"--log {folder} cannot be written: {error}") from error
 
-    def _about(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         return {
-            "command": self._request.shown,
+            "command": self._request.target,
             "folder": os.getcwd(),
             "options": self._request.options,
             "started": self._started,

@@ -8,55 +8,28 @@ import copyreg
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 from torch.optim import LBFGS, Optimizer
 
 from mechanic.options import Options, Preset
-from mechanic.torch import checkpoint, fast, sharding, vectors, zero
+from mechanic.torch import checkpoint, sharding, vectors, zero
+from mechanic.torch.kernels.listen import listen, stop_listening
 from mechanic.torch.mechanism import NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
+from mechanic.torch.rates import publish_rates
 from mechanic.torch.step import step
 
 O = TypeVar("O", bound=Optimizer)
+T = TypeVar("T", bound=Optimizer | type[Optimizer])
 
 MECHANISM = "_mechanic"
 """The attribute of a mechanized optimizer that holds its `Mechanism`."""
 
 
-@overload
 def mechanize(
-    optimizer: O,
-    *,
-    preset: Preset = ...,
-    s_init: float | Literal["relative"] | None = ...,
-    s_decay: float | None = ...,
-    betas: Iterable[float] | None = ...,
-    max_scale: float = ...,
-    skip_nonfinite: bool = ...,
-    max_grad_norm: float = ...,
-    sums_in_backward: bool = ...,
-    displacement: Literal["float32", "bfloat16"] = ...,
-    process_group: Any = ...,
-) -> O: ...
-@overload
-def mechanize(
-    optimizer: type[O],
-    *,
-    preset: Preset = ...,
-    s_init: float | Literal["relative"] | None = ...,
-    s_decay: float | None = ...,
-    betas: Iterable[float] | None = ...,
-    max_scale: float = ...,
-    skip_nonfinite: bool = ...,
-    max_grad_norm: float = ...,
-    sums_in_backward: bool = ...,
-    displacement: Literal["float32", "bfloat16"] = ...,
-    process_group: Any = ...,
-) -> type[O]: ...
-def mechanize(
-    optimizer: O | type[O],
+    optimizer: T,
     *,
     preset: Preset = "default",
     s_init: float | Literal["relative"] | None = None,
@@ -68,15 +41,16 @@ def mechanize(
     sums_in_backward: bool = False,
     displacement: Literal["float32", "bfloat16"] = "float32",
     process_group: Any = None,
-) -> O | type[O]:
+) -> T:
     r"""Tune the learning rate of any optimizer while it trains.
 
     The learning rates of the groups become ratios under one learned scale, and a schedule its
     shape; their size no longer matters. The update is
 
-    .. math:: x_{t+1} = x_{ref} + S_{t+1}·Δ_{t+1}, \qquad Δ_{t+1} = \sum_{k \le t} u_k
+    .. math:: x_{t+1} = x_{ref} + S_{t+1}·Δ_{t+1}
 
-    where u is what the base optimizer proposes and S is learned (`mechanic.tuner`).
+    where Δ is the sum of the updates that the base optimizer proposes, of which the default rule
+    forgets a part when S changes, and S is learned (`mechanic.tuner`).
 
     Args:
         optimizer: an optimizer, which is changed in place and returned, or a class of them.
@@ -131,6 +105,11 @@ def mechanize(
         sums_in_backward=sums_in_backward,
         displacement=displacement,
     )
+    wrapped: Any = _wrap(optimizer, options, process_group)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _wrap(optimizer: Any, options: Options, process_group: Any) -> Any:
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         _refuse_twice(optimizer)
         return mechanized_class(optimizer, options, process_group)
@@ -141,8 +120,8 @@ def mechanize(
         )
     if zero.is_zero(optimizer):
         zero.check(optimizer)
-        own: Any = optimizer
-        mechanism = _mechanize(own.optim, options, own.process_group)._mechanic
+        outer: Any = optimizer
+        mechanism = _mechanize(outer.optim, options, outer.process_group)._mechanic
         mechanism.carrier = zero.Carrier(optimizer, mechanism)
         return optimizer
     return _mechanize(optimizer, options, process_group)
@@ -188,7 +167,7 @@ class Mechanized(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch leaves out what a subclass keeps as attributes (a fused base's flags, Lion's
-        # settings); a copy needs them. Hooks stay behind, as torch has it.
+        # settings); a copy needs them. Hooks stay behind, as in torch's own.
         own = {
             k: v for k, v in vars(self).items() if not k.startswith("_optimizer_") and k != "step"
         }
@@ -201,10 +180,10 @@ def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -
     mechanism.find_ranks(optimizer)
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
-    fast.listen(optimizer, mechanism)
+    listen(optimizer, mechanism)
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
-    mechanism.publish_rates(optimizer)
+    publish_rates(mechanism.scale, optimizer.param_groups)
     checkpoint.publish(optimizer, mechanism)
 
 
@@ -212,7 +191,7 @@ def take_off(optimizer: Any) -> None:
     """Make a mechanized optimizer one of its own class again, with its own state; what was learned
     is gone."""
     checkpoint.strip(optimizer)
-    fast.stop_listening(optimizer._mechanic)
+    stop_listening(optimizer._mechanic)
     delattr(optimizer, MECHANISM)
     optimizer.__class__ = type(optimizer)._base
     optimizer._patch_step_function()

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import COUNTERS, DISPLACEMENT, EFFECTIVE_LR, SCALARS, Mechanism
+from mechanic.torch.counts import Counted
+from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
+from mechanic.torch.scalars import BESIDE_STATE, Numbers, pack
 
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
@@ -67,18 +70,8 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
         _check_groups(optimizer, state_dict)
         saved.update(tuner_in(state_dict["param_groups"]))
         check_tuner(mechanism, saved)
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        state = dict(state_dict["state"])
-        for key, param in zip(ids, params, strict=True):
-            if DISPLACEMENT in state.get(key, {}):
-                own = dict(state[key])
-                displacement = own.pop(DISPLACEMENT)
-                _check_displacement(optimizer, key, param, displacement)
-                if saved:
-                    displacements[param] = displacement
-                state[key] = own
-            _check_base_state(optimizer, key, param, state.get(key, {}))
+        state, found = _split_state(optimizer, state_dict)
+        displacements.update(found if saved else {})
         if saved.get("steps") and not displacements:
             raise ValueError(
                 "the checkpoint holds a tuner that has run, but no displacement of a parameter. "
@@ -95,7 +88,7 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
                 copy=True,
             )
         load_tuner(mechanism, saved)
-        mechanism.publish_rates(optimizer)
+        publish_rates(mechanism.scale, optimizer.param_groups)
         publish(optimizer, mechanism)
 
     before = optimizer.register_load_state_dict_pre_hook(take_out)
@@ -107,17 +100,33 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
         after.remove()
 
 
+def _split_state(
+    optimizer: Optimizer, state_dict: dict[str, Any]
+) -> tuple[dict[Any, Any], dict[Tensor, Tensor]]:
+    """The base's state in a checkpoint, and the displacements, both checked."""
+    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    state = dict(state_dict["state"])
+    displacements: dict[Tensor, Tensor] = {}
+    for key, param in zip(ids, params, strict=True):
+        if DISPLACEMENT in state.get(key, {}):
+            state[key] = own = dict(state[key])
+            displacements[param] = own.pop(DISPLACEMENT)
+            _check_displacement(optimizer, key, param, displacements[param])
+        _check_base_state(optimizer, key, param, state.get(key, {}))
+    return state, displacements
+
+
 def _save(mechanism: Mechanism) -> dict[str, Any]:
-    if mechanism.scale.device.type == "meta":
+    if mechanism.home.type == "meta":
         return {}
-    return {
-        "preset": mechanism.options.preset,
-        **{name: value.tolist() for name, value in mechanism.state._asdict().items()},
-        **{name: getattr(mechanism, name).tolist() for name in SCALARS},
-        "lrs": [float(lr) for lr in mechanism.lrs],
-        "frozen": mechanism.frozen,
-        **{name: getattr(mechanism, name).tolist() for name in COUNTERS},
-    }
+    numbers = mechanism.scalars.read()._asdict()
+    state = numbers.pop("state")._asdict()
+    counted = mechanism.counts.read()._asdict()
+    tensors = {name: value.tolist() for name, value in (state | numbers | counted).items()}
+    lrs = [float(lr) for lr in mechanism.history.lrs]
+    own = {"preset": mechanism.options.preset, "lrs": lrs, "frozen": mechanism.frozen}
+    return own | tensors
 
 
 def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,20 +137,20 @@ def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
 def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Set the tuner to what was saved, or start it anew where nothing was."""
 
-    def tensor(name: str, like: Tensor) -> Tensor:
-        return torch.tensor(saved[name], dtype=like.dtype, device=like.device)
-
     mechanism.reset()
     if not saved:
         return
-    own = mechanism.state._asdict()
-    own |= {name: getattr(mechanism, name) for name in (*SCALARS, *COUNTERS)}
-    for name, value in own.items():
-        value.copy_(tensor(name, value))
-    mechanism.lrs, mechanism.frozen = list(saved["lrs"]), saved["frozen"]
-    mechanism.resume_at(saved["updates"])
-    mechanism.started = saved["steps"] > 0
-    mechanism.skips_on_host = saved["skipped_in_a_row"]
+    scalars, counts = mechanism.scalars.packed, mechanism.counts.packed
+
+    def read(name: str) -> Tensor:
+        return torch.tensor(saved[name], dtype=scalars.dtype, device=scalars.device)
+
+    state = tuner.State(*map(read, tuner.State._fields))
+    scalars.copy_(pack(Numbers(state, *map(read, BESIDE_STATE))))
+    counts.copy_(torch.tensor([saved[name] for name in Counted._fields], device=counts.device))
+    mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
+    mechanism.history.resume_at(saved["updates"], saved["lrs"])
+    mechanism.frozen = saved["frozen"]
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -158,7 +167,8 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Refuse a tuner that is not of the same kind."""
     if not saved:
         return
-    expected = {"preset", *tuner.State._fields, *SCALARS, *COUNTERS, "lrs", "frozen"}
+    numbers = {*tuner.State._fields, *BESIDE_STATE, *Counted._fields}
+    expected = {"preset", "lrs", "frozen", *numbers}
     missing = sorted(expected - saved.keys())
     if missing:
         raise ValueError(

@@ -1,35 +1,39 @@
 """Closures, and LBFGS, which evaluates its closure several times in a step."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from mechanic.torch.mechanism import Mechanism
-from mechanic.torch.vectors import Batch, put_back
+from mechanic.torch.call import Call
 
 
-class NonFinite(Exception):  # noqa: N818 - it is no error, and ends in `step`
+class NonFinite(Exception):  # noqa: N818 - it is no error, and ends in the step
     """A later evaluation of a closure gave NaN or inf."""
 
 
-def evaluate(
-    optimizer: Optimizer, mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def evaluate(call: Call) -> Call:
     """Evaluate a closure, so that there are gradients to look at before the base sees them.
 
-    The base gets one that returns this evaluation first, and evaluates anew from then on.
+    The base gets a closure that returns this evaluation first, and evaluates anew from then on.
     """
-    closure = args[0] if args else kwargs.get("closure")
+    closure = call.args[0] if call.args else call.kwargs.get("closure")
     if closure is None:
-        return None, args, kwargs
+        return call
     with torch.enable_grad():
         loss = closure()
-    checked = isinstance(optimizer, LBFGS) and mechanism.options.skip_nonfinite
+    is_checked = isinstance(call.optimizer, LBFGS) and call.mechanism.options.skip_nonfinite
+    replay = _replay(closure, loss, call.optimizer if is_checked else None)
+    call = call._replace(loss=loss, has_closure=True)
+    if call.args:
+        return call._replace(args=(replay, *call.args[1:]))
+    return call._replace(kwargs={**call.kwargs, "closure": replay})
+
+
+def _replay(closure: Callable[[], Any], loss: Any, checked: Optimizer | None) -> Callable[[], Any]:
     evaluations = 0
 
     def replay() -> Any:
@@ -38,13 +42,11 @@ def evaluate(
         if evaluations == 1:
             return loss
         again = closure()
-        if checked and not _has_finite_gradients(optimizer):
+        if checked is not None and not _has_finite_gradients(checked):
             raise NonFinite
         return again
 
-    if args:
-        return loss, (replay, *args[1:]), kwargs
-    return loss, args, {**kwargs, "closure": replay}
+    return replay
 
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
@@ -54,13 +56,11 @@ def _has_finite_gradients(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def undoing(
-    optimizer: Optimizer, batches: list[Batch], before: list[list[Tensor]]
-) -> Iterator[None]:
-    """Around the step of LBFGS, nothing for others: undo it if it meets a NaN half-way, and what
-    it does that a step should not. It moves parameters that have no gradient along directions of
-    earlier steps, and learns curvature from how far it has moved, which is not its own u but S·u.
-    """
+def undoing(optimizer: Optimizer) -> Iterator[None]:
+    """Around the step of LBFGS, nothing for others: undo what a step should not do, and if it fails
+    halfway, what it has done to its state. LBFGS moves parameters that have no gradient along the
+    directions of earlier steps, and learns curvature from how far it has moved, which is not its
+    own update u but S·u."""
     if not isinstance(optimizer, LBFGS):
         yield
         return
@@ -70,8 +70,7 @@ def undoing(
     state = {param: copy.deepcopy(own) for param, own in optimizer.state.items()}
     try:
         yield
-    except NonFinite:
-        put_back(batches, before)
+    except BaseException:
         optimizer.state.clear()
         optimizer.state.update(state)
         raise

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mechanic.torch.attach import MECHANISM, Mechanized, take_off
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
+from mechanic.torch.rates import effective_lrs
 from mechanic.torch.sharding import agree
 
 # Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
@@ -49,7 +50,7 @@ class Tuner:
     ...     weights.grad = weights.detach() - 2
     ...     optimizer.step()
     >>> sorted(tuner(optimizer).metrics())  # doctest: +NORMALIZE_WHITESPACE
-    ['effective_lr/0', 'reward', 'scale', 'scales', 'signal', 'skipped', 'steps']
+    ['effective_lr/0', 'scale', 'scales', 'signal', 'skipped', 'steps']
     >>> float(tuner(optimizer).scale) > 0
     True
     """
@@ -73,8 +74,8 @@ class Tuner:
 
     @property
     def effective_lr(self) -> list[Tensor]:
-        """The learning rate in force, one a group: the scale times the group's lr."""
-        return self._mechanism.effective_lr(self._optimizer)
+        """The learning rate in force in each group: the scale times the group's lr."""
+        return effective_lrs(self._mechanism.scale, self._optimizer.param_groups)
 
     @property
     def frozen(self) -> bool:
@@ -84,19 +85,19 @@ class Tuner:
     def metrics(self) -> dict[str, Tensor]:
         """Everything worth logging, as tensors on the device: nothing waits until one is read.
 
-        `scales` and `reward` have one number for each β; `signal` is ⟨Δ, g⟩, negative while a
-        larger scale would have been better.
+        `scales` has one number for each β; `signal` is ⟨Δ, g⟩, negative while a larger scale would
+        have been better.
         """
-        mechanism = self._mechanism
+        numbers = self._mechanism.scalars.read()
+        counted = self._mechanism.counts.read()
         rates = {f"effective_lr/{i}": rate for i, rate in enumerate(self.effective_lr)}
         return {
-            "scale": mechanism.scale.clone(),
+            "scale": numbers.scale.clone(),
             **rates,
-            "signal": mechanism.signal.clone(),
-            "scales": mechanism.state.s.clone(),
-            "reward": mechanism.state.r.clone(),
-            "steps": mechanism.steps.clone(),
-            "skipped": mechanism.skipped.clone(),
+            "signal": numbers.signal.clone(),
+            "scales": numbers.state.s.clone(),
+            "steps": counted.steps.clone(),
+            "skipped": counted.skipped.clone(),
         }
 
     def freeze(self) -> None:
@@ -118,11 +119,10 @@ class Tuner:
         ranks = mechanism.find_ranks(self._optimizer)
         if process_group is None and ranks is not None:
             process_group = ranks.group
-        learned = torch.cat([value.reshape(-1) for value in (mechanism.scale, *mechanism.state)])
-        return agree(learned, process_group)
+        return agree(mechanism.scalars.packed.reshape(-1), process_group)
 
     def suggest_lr(self) -> list[float]:
-        """The learning rate to type for the plain optimizer, one a group.
+        """The learning rate to type for the plain optimizer, one for each group.
 
         Where a schedule runs, it is the rate to start the schedule with.
         """

@@ -5,117 +5,134 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
-from mechanic.torch.rates import Rate
+from mechanic.torch.base import Proposal
+from mechanic.torch.flag import NO, Flag
+from mechanic.torch.history import FIRST_STEPS, StepRates
+from mechanic.torch.mechanism import DISPLACEMENT
+from mechanic.torch.rates import Rate, as_factor
+from mechanic.torch.scalars import Numbers
+from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
 
 
+class Ready(NamedTuple):
+    """A step that is ready to be made: what there is to know before anything is computed."""
+
+    options: Options
+    batches: list[Batch]
+    """The parameters that have a gradient"""
+    rates: StepRates
+    numbers: Numbers
+    """What the tuner knows before the step"""
+    ranks: Ranks | None
+    """The processes that share the parameters, if any do"""
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the tuner's numbers."""
+        return self.numbers.scale.device
+
+    def rate_of(self, batch: Batch) -> Rate:
+        """How the group of a batch takes part."""
+        return self.rates.rates[batch.group]
+
+
 class Parts(NamedTuple):
-    """This process's part of the sums that are taken before the base's step, and then the sums.
-    A process that shares no parameters has the sums at once."""
+    """This process's part of the sums that are taken before the base's step; added up over all
+    processes, the sums. They travel in one message, a number for each field."""
 
     dg: Tensor
     dx: Tensor | float
     gg: Tensor | float
-    """‖g‖² of all groups, which is clipped by"""
-    live_gg: Tensor | float
-    """‖g‖² of those whose lr is not 0"""
+    """‖g‖² of the groups whose lr is not 0"""
+    all_gg: Tensor | float
+    """‖g‖² of all groups, by which gradients are clipped"""
     xx: Tensor | float
     dd: Tensor | float
-    x1: Tensor | float
+    new_x1: Tensor | float
     """‖x‖² of the parameters that are seen for the first time"""
-    d: int | Tensor
+    new_d: Tensor | float
     """Their number"""
-    live: Tensor | bool
-    """Whether there is a gradient in a group whose lr is not 0"""
+    live: Tensor | float
+    """Above 0 if there is a gradient in a group whose lr is not 0"""
     found_inf: Tensor | float
-    """GradScaler's word for it, which a fused base honours whatever the options"""
-    waits: Tensor | bool
-    """Whether a process wants to wait for the norm of the update itself"""
+    """GradScaler's word for NaN and inf, which a fused base honours whatever the options"""
+    measures_update: Tensor | float
+    """Above 0 if a process wants the norm of the update itself to be measured"""
 
 
-def measure(
-    optimizer: Optimizer,
-    mechanism: Mechanism,
-    batches: list[Batch],
-    rates: list[Rate],
-    *,
-    waits: bool,
-) -> Parts:
-    """Everything that the base's step need not be waited for."""
-    options, home = mechanism.options, mechanism.scale.device
+def measure(optimizer: Any, ready: Ready) -> Parts:
+    """Everything that need not wait for the base's step."""
+    options, home, share = ready.options, ready.home, ready.numbers.share
     dg: list[Tensor] = []
-    live: Tensor | bool = False
-    for batch in batches:
-        is_live = rates[batch.group].live
+    live = NO
+    for batch in ready.batches:
+        is_live = ready.rate_of(batch).live
         terms = vectors.inner(batch.displacements, batch.grads)
-        if is_live is not True or not batch.counts:
-            # no part in h, but a NaN in it must still show
-            terms = [term * is_live * batch.counts for term in terms]
+        if not is_live.is_yes or not batch.counts:
+            # Such a group has no part in h, but a NaN in its gradients must still show.
+            terms = [term * is_live.value * batch.counts for term in terms]
         if optimizer.param_groups[batch.group].get("maximize"):
             terms = [-term for term in terms]
         dg += terms
         if batch.device.type != "meta":
-            live = live | (is_live.to(home) if isinstance(is_live, Tensor) else is_live)
+            live = live | is_live.to(home)
     grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
     unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
-    gg, live_gg = _gradient_squares(mechanism, batches, rates)
-    dx, xx = _decay_sums(mechanism, batches) if options.s_decay else (0.0, 0.0)
-    x1, d = _new_reference(optimizer, mechanism, batches)
+    gg, all_gg = _gradient_squares(ready)
+    needs_x = tuner.reads_x(options) and not tuner.RULES[options.preset].decays_after_base
+    params = [batch.params for batch in ready.batches]
+    dx, xx = decay_sums(ready, params) if needs_x else (0.0, 0.0)
+    new_x1, new_d = _new_reference(optimizer, ready)
     return Parts(
-        dg=vectors.total(dg, home) * mechanism.share * unscale,
+        dg=vectors.total(dg, home) * share * unscale,
         dx=dx,
         gg=gg * unscale**2,
-        live_gg=live_gg * unscale**2,
+        all_gg=all_gg * unscale**2,
         xx=xx,
-        dd=_displacement_square(optimizer, mechanism, batches),
-        x1=x1,
-        d=d,
-        live=live,
+        dd=_displacement_square(optimizer, ready),
+        new_x1=new_x1,
+        new_d=new_d,
+        live=live.value,
         found_inf=getattr(optimizer, "found_inf", 0.0),
-        waits=waits,
+        measures_update=ready.rates.measures_update,
     )
 
 
-def _gradient_squares(
-    mechanism: Mechanism, batches: list[Batch], rates: list[Rate]
-) -> tuple[Tensor | float, Tensor | float]:
-    """‖g‖² of all groups, and of those whose lr is not 0."""
-    options, home = mechanism.options, mechanism.scale.device
+def _gradient_squares(ready: Ready) -> tuple[Tensor | float, Tensor | float]:
+    """‖g‖² of the groups whose lr is not 0, and of all."""
+    options, home = ready.options, ready.home
     takes_cosine = tuner.RULES[options.preset].takes_cosine
-    if not (options.s_decay or options.max_grad_norm < math.inf or takes_cosine):
+    if not (tuner.reads_x(options) or options.max_grad_norm < math.inf or takes_cosine):
         return 0.0, 0.0
-    own = [(vectors.squares(b.grads, b.dtype), rates[b.group].live) for b in batches if b.counts]
-    gg = vectors.total([q for squares, _ in own for q in squares], home)
-    if all(is_live is True for _, is_live in own):
-        return gg, gg
+    own = [
+        (square, ready.rate_of(batch).live)
+        for batch in ready.batches
+        if batch.counts
+        for square in vectors.squares(batch.grads, batch.dtype)
+    ]
+    all_gg = vectors.total([square for square, _ in own], home)
+    if all(is_live.is_yes for _, is_live in own):
+        return all_gg, all_gg
     # Not by a product: inf · 0 is NaN.
-    live = [torch.where(_as(flag, q), q, 0.0) for squares, flag in own for q in squares]
-    return gg, vectors.total(live, home)
+    return vectors.total([is_live.choose(square, 0.0) for square, is_live in own], home), all_gg
 
 
-def _as(flag: Tensor | bool, like: Tensor) -> Tensor:
-    return torch.as_tensor(flag, dtype=torch.bool, device=like.device)
+def decay_sums(ready: Ready, points: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """⟨Δ, x⟩ and ‖x‖², where x are points of each batch."""
+    counted = [(b, own) for b, own in zip(ready.batches, points, strict=True) if b.counts]
+    dx = [q for batch, own in counted for q in vectors.inner(batch.displacements, own)]
+    xx = [q for batch, own in counted for q in vectors.squares(own, batch.dtype)]
+    return vectors.total(dx, ready.home) * ready.numbers.share, vectors.total(xx, ready.home)
 
 
-def _decay_sums(mechanism: Mechanism, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """⟨Δ, x⟩ and ‖x‖²."""
-    home, counted = mechanism.scale.device, [batch for batch in batches if batch.counts]
-    dx = [q for batch in counted for q in vectors.inner(batch.displacements, batch.params)]
-    xx = [q for batch in counted for q in vectors.squares(batch.params, batch.dtype)]
-    return vectors.total(dx, home) * mechanism.share, vectors.total(xx, home)
-
-
-def _displacement_square(
-    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
-) -> Tensor | float:
+def _displacement_square(optimizer: Any, ready: Ready) -> Tensor | float:
     """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
-    options = mechanism.options
+    options = ready.options
     if options.s_init != "relative" and not tuner.RULES[options.preset].takes_cosine:
         return 0.0
     stored = [
@@ -124,78 +141,53 @@ def _displacement_square(
         for param in group["params"]
         if param.grad is None and DISPLACEMENT in optimizer.state.get(param, {})
     ]
-    idle = vectors.batches(stored, counted=mechanism.counted)
+    idle = vectors.batches(stored, counted=None if ready.ranks is None else ready.ranks.counted)
     squares = [
         q
-        for batch in (*batches, *idle)
+        for batch in (*ready.batches, *idle)
         if batch.counts
         for q in vectors.squares(batch.displacements, batch.dtype)
     ]
-    return vectors.total(squares, mechanism.scale.device) * mechanism.share**2
+    return vectors.total(squares, ready.home) * ready.numbers.share**2
 
 
-def propose(
-    mechanism: Mechanism,
-    batches: list[Batch],
-    origin: list[list[Tensor]],
-    rates: list[Rate],
-    *,
-    waits: bool,
-    recorded: bool,
-) -> dict[str, Tensor]:
-    """Leave what the base proposes in the parameters; gives the sums that had to wait for it."""
-    options, home = mechanism.options, mechanism.scale.device
-    late: dict[str, Tensor] = {}
-    if tuner.RULES[options.preset].decays_after_base:
-        late["dx"], late["xx"] = _decay_sums(mechanism, batches)
-    uu = torch.zeros_like(mechanism.scale)
-    for batch, points in zip(batches, origin, strict=True):
-        rate = rates[batch.group]
-        if not recorded:
-            vectors.propose(batch, points)
-        if not waits or not batch.counts or rate.live is False:
-            continue
-        if recorded:
-            squares = vectors.squares(list(torch._foreach_sub(batch.params, points)), batch.dtype)
-        else:
-            squares = vectors.proposal_squares(batch, points)
-        unit = rate.unit.to(home) if isinstance(rate.unit, Tensor) else rate.unit
-        uu = uu + vectors.total(squares, home) * unit**2
-    if waits:
-        late["uu"] = uu
-    return late
-
-
-def expected_size(optimizer: Optimizer, batches: list[Batch]) -> int:
-    """The number of elements that are seen for the first time, as this process knows of them."""
-    owners = [owner for batch in batches for owner in batch.owners]
-    return sum(o.numel() for o in owners if DISPLACEMENT not in optimizer.state.get(o, {}))
-
-
-def _new_reference(
-    optimizer: Optimizer, mechanism: Mechanism, batches: list[Batch]
-) -> tuple[Tensor | float, int]:
+def _new_reference(optimizer: Any, ready: Ready) -> tuple[Tensor | float, int]:
     """‖x‖² of the parameters that are seen for the first time, and their number."""
     x1: Tensor | float = 0.0
     d = 0
-    for batch in batches:
+    for batch in ready.batches:
         new = [
             param
             for owner, param in zip(batch.owners, batch.params, strict=True)
             if batch.counts and DISPLACEMENT not in optimizer.state.get(owner, {})
         ]
         if new:
-            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), mechanism.scale.device)
+            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), ready.home)
             d += sum(param.numel() for param in new)
     return x1, d
 
 
-def is_finite(options: Options, dg: Tensor, found_inf: Any) -> Tensor | bool:
-    """Whether all gradients are: a NaN or inf in one of them is one in ⟨Δ, g⟩, even at Δ = 0.
-    `found_inf` is GradScaler's word for it, a tensor where there is one."""
-    finite: Tensor | bool = True
-    if options.skip_nonfinite:
-        finite = torch.isfinite(dg)
-    if isinstance(found_inf, Tensor):
-        finite = finite & (found_inf.to(dg.device).reshape(()) == 0)
-    return finite
+def expected_size(optimizer: Any, batches: list[Batch]) -> int:
+    """The number of elements that are seen for the first time, as this process knows of them."""
+    owners = [owner for batch in batches for owner in batch.owners]
+    return sum(o.numel() for o in owners if DISPLACEMENT not in optimizer.state.get(o, {}))
+
+
+def measure_proposal(ready: Ready, proposal: Proposal, updates: Tensor) -> dict[str, Tensor]:
+    """This process's part of the sums that have to wait for the base, by their names in
+    `tuner.Sums`. There are none in most steps."""
+    late: dict[str, Tensor] = {}
+    if tuner.RULES[ready.options.preset].decays_after_base:
+        late["dx"], late["xx"] = decay_sums(ready, proposal.points)
+    if not ready.rates.measures_update:
+        return late
+    uu = torch.zeros_like(ready.numbers.scale)
+    for batch, *points in zip(ready.batches, proposal.points, proposal.origin, strict=True):
+        rate = ready.rate_of(batch)
+        if batch.counts and not rate.live.is_no:
+            unit = as_factor(rate.unit, uu)
+            squares = vectors.proposal_squares(batch, *points)
+            uu = uu + vectors.total(squares, ready.home) * unit**2
+    # Whether it is needed, only the device may know.
+    is_needed = Flag(updates < FIRST_STEPS) | ready.rates.has_risen.to(ready.home)
+    return late | {"uu": is_needed.choose(uu, 0.0)}

@@ -1,13 +1,13 @@
 """Bases that keep iterates of their own, such as Schedule-Free's.
 
 Schedule-Free averages: beside the parameters it keeps a second point, z, steps the parameters
-towards it, and moves them along the line between in `train()` and `eval()`. Both must belong to one
-trajectory, so such a base is shown its own, x_ref + Δ, in place of the parameters at x_ref + S·Δ.
-What it does to that point, in a step or in a change of mode, is its proposal.
+towards it, and moves them along the line between the two in `train()` and `eval()`. Both points
+must belong to one trajectory, so such a base is shown its own, x_ref + Δ, in place of the
+parameters at x_ref + S·Δ. What it does to that point, in a step or in a change of mode, is its
+proposal.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import vectors
+from mechanic.torch.commit import commit
+from mechanic.torch.copies import record_copies
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.rates import rate_of
+from mechanic.torch.scalars import Numbers
+from mechanic.torch.twin import Twin
 from mechanic.torch.vectors import Batch, Coefficients
 
 MODES = ("train", "eval")
@@ -26,30 +31,25 @@ def has_modes(base: type[Optimizer]) -> bool:
     return all(callable(getattr(base, mode, None)) for mode in MODES)
 
 
-@contextmanager
-def own_view(
-    mechanism: Mechanism, batches: list[Batch], before: list[list[Tensor]]
-) -> Iterator[list[list[Tensor]]]:
-    """Put the parameters where the base believes them; gives those points. If the base fails, the
-    parameters are put back to where they were `before`."""
-    shift = (1 - mechanism.scale) * mechanism.share
+def show_own_point(
+    numbers: Numbers, batches: list[Batch], points: list[list[Tensor]]
+) -> list[list[Tensor]]:
+    """Move points from where the parameters are to where the base believes them to be; returns
+    copies of those points."""
+    by = (1 - numbers.scale) * numbers.share
     with torch.no_grad():
-        for batch in batches:
-            vectors.shift(batch, shift.to(batch.device, batch.dtype))
-        origin = [[param.clone() for param in batch.params] for batch in batches]
-    try:
-        yield origin
-    except BaseException:
-        vectors.put_back(batches, before)
-        raise
+        for batch, own in zip(batches, points, strict=True):
+            vectors.shift(batch, own, by.to(batch.device, batch.dtype))
+        return [[point.clone() for point in own] for own in points]
 
 
 def hand_over(optimizer: Optimizer, mechanism: Mechanism) -> None:
     """Bring the base's own point to the scale of the parameters, to go on without a tuner."""
-    scale = mechanism.scale
+    numbers = mechanism.scalars.read()
+    scale = numbers.scale
     for param, state in optimizer.state.items():
         if DISPLACEMENT in state and "z" in state:
-            delta = state[DISPLACEMENT] * mechanism.share.to(state[DISPLACEMENT])
+            delta = state[DISPLACEMENT] * numbers.share.to(state[DISPLACEMENT])
             reference = param - delta * scale.to(delta)
             state["z"].sub_(reference).mul_(scale.to(delta)).add_(reference)
     for group in optimizer.param_groups:  # the averaging weights are powers of the largest lr
@@ -69,13 +69,22 @@ def change_mode(
             for param in group["params"]
             if DISPLACEMENT in optimizer.state.get(param, {})
         )
-        before = [[param.clone() for param in batch.params] for batch in batches]
-        with own_view(mechanism, batches, before) as origin:
-            result = base_mode(optimizer)
-        still = Coefficients(
-            torch.zeros_like(mechanism.scale), mechanism.scale, 1 / mechanism.share
+        points, stand_ins, _ = record_copies(batches)
+        numbers = mechanism.scalars.read()
+        origin = show_own_point(numbers, batches, points)
+        rates = [rate_of(group, proportional=False) for group in optimizer.param_groups]
+        own = Twin(optimizer, stand_ins)
+        own.prepare(optimizer, rates)
+        result = base_mode(own.optimizer)
+        by = Coefficients(torch.zeros_like(numbers.scale), numbers.scale, 1 / numbers.share)
+        commit(
+            [
+                write
+                for batch, after, before in zip(batches, points, origin, strict=True)
+                for write in vectors.moves(
+                    batch, after, before, by.like(batch), mechanism.counts.read().steps
+                )
+            ]
         )
-        for batch, points, base_points in zip(batches, before, origin, strict=True):
-            vectors.propose(batch, base_points)
-            vectors.apply(batch, points, base_points, still.like(batch), mechanism.steps)
+        own.take_over(optimizer)
     return result

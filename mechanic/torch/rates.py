@@ -1,10 +1,10 @@
-"""The learning rate that a base is run at.
+"""The learning rates that a base is run at, and those that are in force.
 
-Where a base's update is proportional to its learning rate, it need not be run at the one that is
-typed. Run at 1e-6, the update would be rounding noise beside the parameter it is added to (in
-bfloat16 that is so at 1e-3 already), and the result would depend on the lr. So such a base is run
-at one and the same lr, large enough for its update to outweigh the parameter, and what it proposes
-is scaled to the typed lr afterwards.
+A base whose update is proportional to its learning rate need not be run at the one that is typed.
+At 1e-6 the update would be rounding noise beside the parameter that it is added to (in bfloat16
+already at 1e-3), and the result would depend on the lr. So such a base is run at one and the same
+lr, large enough for its update to outweigh the parameter, and its proposal is scaled to the typed
+lr afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic.torch.flag import YES, Flag
+
+EFFECTIVE_LR = "effective_lr"
+"""The key in `param_groups` under which loggers find the learning rate that is in force."""
+
 _BASE_LR = 65536.0  # a power of two: dividing by it is exact
 _BASE_LR_HALF = 16.0  # for float16, whose largest number is 65,504
-
-RISE = 1.1  # so much an update may have grown before it is measured again
 
 # Steps whose update is proportional to lr, with no lr in their state; tests/test_bases.py checks
 # each of them. Others, such as Adafactor's with its min(lr, 1/√t), are run at the lr that is typed.
@@ -41,12 +44,12 @@ _PROPORTIONAL = {
 class Rate(NamedTuple):
     """How one group takes part in a step."""
 
-    live: bool | Tensor
-    """Whether the group's lr is above 0: at 0 its parameters stay where they are"""
+    live: Flag
+    """Whether the group's lr is not 0: at 0 its parameters stay where they are"""
     base_lr: float | Tensor | None
     """The lr that the base is run at; None where the group has no lr"""
     unit: float | Tensor
-    """What the base's proposal is multiplied with to give its update at the lr that is typed"""
+    """The base's proposal times this is its update at the lr that is typed"""
 
 
 def is_proportional(step: Callable[..., Any]) -> bool:
@@ -55,17 +58,17 @@ def is_proportional(step: Callable[..., Any]) -> bool:
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """The full name of a base's step; a subclass that has its own has another one."""
+    """The full name of a base's step; a subclass with a step of its own has another one."""
     return f"{step.__module__}.{step.__qualname__}"
 
 
 def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = None) -> Rate:
-    """The rate of a group, whose lr may be a number or a tensor. `half` tells whether it holds
-    float16, where that is known."""
+    """The rate of a group, whose lr may be a number or a tensor. `half` tells whether the group
+    holds float16, where that is known."""
     lr = group.get("lr")
     if lr is None:
-        return Rate(live=True, base_lr=None, unit=1.0)
-    live = (lr != 0).reshape(()) if isinstance(lr, Tensor) else lr != 0
+        return Rate(live=YES, base_lr=None, unit=1.0)
+    live = Flag.of((lr != 0).reshape(()) if isinstance(lr, Tensor) else lr != 0)
     if not proportional:
         return Rate(live, base_lr=lr, unit=1.0)
     if half is None:
@@ -73,31 +76,12 @@ def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = No
     base_lr = proportional_lr(half=half)
     if isinstance(lr, Tensor):
         return Rate(live, torch.full_like(lr, base_lr), lr.reshape(()) / base_lr)
-    return Rate(live, base_lr if live else lr, lr / base_lr)
+    return Rate(live, lr if live.is_no else base_lr, lr / base_lr)
 
 
 def proportional_lr(*, half: bool) -> float:
     """The lr that a base is run at whose update is proportional to it."""
     return _BASE_LR_HALF if half else _BASE_LR
-
-
-def typed_rates(optimizer: Optimizer, before: list[Any]) -> list[Any]:
-    """The learning rate of each group, and where it is 0 the one `before`."""
-    before = before + [0.0] * (len(optimizer.param_groups) - len(before))
-    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    return [
-        torch.where(lr == 0, last, lr).reshape(()) if isinstance(lr, Tensor) else lr or last
-        for lr, last in zip(lrs, before, strict=True)
-    ]
-
-
-def has_risen(lrs: list[Any], before: list[Any]) -> Tensor | bool:
-    """Whether the learning rate of a group is so much above the one before that an update says
-    little about the next; for one that is a tensor the device has to tell."""
-    risen: Tensor | bool = len(lrs) > len(before)  # groups were added
-    for lr, last in zip(lrs, before, strict=False):
-        risen = risen | (lr > RISE * last)
-    return risen
 
 
 @contextmanager
@@ -113,3 +97,25 @@ def at_base_rates(optimizer: Optimizer, rates: list[Rate]) -> Iterator[None]:
         for group, lr in zip(optimizer.param_groups, typed, strict=True):
             if lr is not None:
                 group["lr"] = lr
+
+
+def as_factor(rate: float | Tensor, like: Tensor) -> float | Tensor:
+    """A learning rate or a unit, number or tensor, as a factor for tensors `like` this one."""
+    return rate.to(like).reshape(()) if isinstance(rate, Tensor) else rate
+
+
+def effective_lrs(scale: Tensor, groups: list[dict[str, Any]]) -> list[Tensor]:
+    """The learning rate in force in each group: the scale times the group's own lr."""
+    scale = scale.to(torch.float32)
+    lrs = [group.get("lr", 1.0) for group in groups]
+    return [scale * as_factor(lr, scale) for lr in lrs]
+
+
+def publish_rates(scale: Tensor, groups: list[dict[str, Any]]) -> None:
+    """Write the learning rates in force into the groups, for loggers that look there."""
+    for group, rate in zip(groups, effective_lrs(scale, groups), strict=True):
+        own = group.get(EFFECTIVE_LR)
+        if isinstance(own, Tensor) and own.device == rate.device:
+            own.copy_(rate)
+        else:
+            group[EFFECTIVE_LR] = rate

@@ -1,8 +1,80 @@
-"""The tuner's step and what is around it, for arrays of any library, as the rules are."""
+"""The tuner's numbers on the device, and the step that the tuner makes with them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.tuner import Array
+
+
+class Numbers(NamedTuple):
+    """What the tuner knows, at one moment."""
+
+    state: tuner.State
+    scale: Tensor
+    """The scale S that made the parameters"""
+    share: Tensor
+    """Δ is this share of the displacements that the optimizer's state stores"""
+    signal: Tensor
+    """⟨Δ, g⟩ of the last step"""
+    reference_square: Tensor
+    """‖x‖² of the parameters when they were first seen"""
+    size: Tensor
+    """The number of elements behind `reference_square`"""
+
+
+BESIDE_STATE = Numbers._fields[1:]
+ROWS = (*tuner.State._fields, *BESIDE_STATE)
+"""The names of the numbers, in the order of their rows in `Scalars.packed`."""
+
+
+class Scalars:
+    """The tuner's numbers, packed into one tensor that is written in place: the replays of a CUDA
+    graph find it where it was captured, and one copy writes all of it.
+
+    A row holds one number for each β, or one number that stands in all of its columns.
+    """
+
+    def __init__(self, options: Options, home: torch.device) -> None:
+        dtype = scalar_dtype(home)
+        state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
+        zero = torch.zeros((), dtype=dtype, device=home)
+        others = dict.fromkeys(BESIDE_STATE, zero) | {"scale": state.s.sum(), "share": zero + 1}
+        self.packed = pack(Numbers(state, **others))
+
+    def read(self) -> Numbers:
+        """The numbers, as views of what is stored."""
+        rows, firsts = self.packed.unbind(), self.packed[:, 0].unbind()
+        count = len(tuner.State._fields)
+        state = [
+            row if name in tuner.PER_BETA else first
+            for name, row, first in zip(tuner.State._fields, rows, firsts, strict=False)
+        ]
+        return Numbers(tuner.State(*state), *firsts[count:])
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale S, as a view."""
+        return self.packed[ROWS.index("scale"), 0]
+
+    def to(self, home: torch.device) -> None:
+        """Move to another device."""
+        self.packed = self.packed.to(home, scalar_dtype(home))
+
+
+def pack(numbers: Numbers) -> Tensor:
+    """The numbers as the rows of one tensor."""
+    columns = len(numbers.state.beta)
+    values = [*numbers.state, *numbers[1:]]
+    return torch.stack([value.expand(columns) for value in values])
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """float64, so that h² neither overflows nor vanishes; float32 where there is no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def advance(
@@ -14,16 +86,19 @@ def advance(
     *,
     frozen: bool,
 ) -> tuple[tuner.State, Array]:
-    """The tuner's next state, and the share of the stored displacements that Δ is then."""
+    """The tuner's next state, and the share of the stored displacements that Δ is then.
+
+    Like the rules, this is written for the arrays of any library.
+    """
     xp = tuner.namespace(share)
     if frozen:
-        after, kept = state._replace(D=xp.sqrt(sums.dd)), share
+        after, next_share = state._replace(D=xp.sqrt(sums.dd)), share
     else:
-        after, keep = tuner.update(options, state, sums)
-        # keep is 0 only where there is no displacement yet to forget
-        kept = xp.where(keep > 0, keep * share, share)
+        after, retained = tuner.update(options, state, sums)
+        # Only where there is no displacement yet is 0 retained: then there is nothing to forget.
+        next_share = xp.where(retained > 0, retained * share, share)
     if takes_part is not True:
         pairs = zip(after, state, strict=True)
         after = tuner.State(*(xp.where(takes_part, new, old) for new, old in pairs))
-        kept = xp.where(takes_part, kept, share)
-    return after, kept
+        next_share = xp.where(takes_part, next_share, share)
+    return after, next_share

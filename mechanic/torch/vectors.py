@@ -8,22 +8,27 @@ It is stored up to one factor for all parameters, Δ = share·stored, so that a 
 part of Δ changes a number instead of passing over the parameters.
 """
 
+import functools
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mechanic.options import Options
+from mechanic.torch.scalars import scalar_dtype
 from mechanic.torch.sharding import local
 
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).
 _SMALL = 1 << 14
 
-# Narrow parameters are worked on in pieces of this many elements.
+# So many elements are moved at a time: few enough to stay in a CPU's cache, and on a GPU to need
+# little memory.
 _PIECE = 1 << 15
+_PIECE_ON_GPU = 1 << 21
+_NARROW_PIECE_ON_GPU = 1 << 19  # rounding takes some 15 numbers for each element
 
 
 class Batch(NamedTuple):
@@ -51,6 +56,10 @@ class Batch(NamedTuple):
         """The dtype that is computed in."""
         return working_dtype(self.params[0])
 
+    def like_params(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors that are like the owners, as `params` has those."""
+        return [view(tensor, owner) for tensor, owner in zip(tensors, self.owners, strict=True)]
+
     @property
     def is_narrow(self) -> bool:
         """Whether parameters or displacements are held less exactly than they are computed."""
@@ -58,12 +67,12 @@ class Batch(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """How a step moves the parameters of a batch, p being what the base proposed:
-    x ← x + grow·stored + scale·p and then stored ← stored + gain·p."""
+    """How a step moves the parameters of a batch, where p is what the base proposes:
+    x ← x + x_per_stored·stored + x_per_proposal·p and stored ← stored + stored_per_proposal·p."""
 
-    grow: Tensor
-    scale: Tensor
-    gain: Tensor
+    x_per_stored: Tensor
+    x_per_proposal: Tensor
+    stored_per_proposal: Tensor
 
     def like(self, batch: Batch) -> "Coefficients":
         """The same on the device of a batch, and in the dtype that it is computed in."""
@@ -111,7 +120,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
         return torch.mul(a.to(dtype), b.to(dtype)).sum()
     if b.dtype == a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
-    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in _pieces(a, b)]
+    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in _split(_PIECE, a, b)]
     return torch.stack(parts).sum()
 
 
@@ -135,11 +144,6 @@ def total(terms: Iterable[Tensor], home: torch.device) -> Tensor:
     if not sums:
         return torch.zeros((), dtype=dtype, device=home)
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
-
-def scalar_dtype(device: torch.device) -> torch.dtype:
-    """float64, so that h² neither overflows nor vanishes; float32 where there is none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def home_of(devices: list[torch.device], groups: list[dict[str, Any]]) -> torch.device | None:
@@ -167,107 +171,141 @@ def batches(
             made[key] = Batch(group, [], [], [], [], [], counts)
         batch = made[key]
         batch.owners.append(param)
-        # A conjugate view is worked on as what it is a view of.
-        conjugate = param.is_complex() and param.is_conj()
-        batch.params.append(real(local(param.conj() if conjugate else param)))
+        batch.params.append(view(param, param))
         batch.stored.append(displacement)
         batch.displacements.append(local(displacement))
         if grad is not None:
-            grad = grad.conj() if conjugate else grad
-            batch.grads.append(real(local(grad, like=param)))
+            batch.grads.append(view(grad, param))
     return list(made.values())
 
 
-def shift(batch: Batch, by: Tensor) -> None:
-    """Move the parameters by a multiple of the stored displacement."""
-    if batch.is_narrow:
-        for param, delta in zip(batch.params, batch.displacements, strict=True):
-            param.copy_(torch.addcmul(param.to(batch.dtype), delta.to(batch.dtype), by))
-    elif _one_by_one(batch.params):
-        for param, delta in zip(batch.params, batch.displacements, strict=True):
-            param.addcmul_(delta, by)
-    else:
-        torch._foreach_addcmul_(batch.params, batch.displacements, [by] * len(batch.params))
+def view(tensor: Tensor, param: Tensor) -> Tensor:
+    """A parameter, or a tensor like it, as a batch has it: real, and the local part. A conjugate
+    view is worked on as what it is a view of."""
+    if param.is_complex() and param.is_conj():
+        tensor = tensor.conj()
+    return real(local(tensor, like=param))
 
 
-def propose(batch: Batch, origin: list[Tensor]) -> None:
-    """Leave in each parameter what the base has added to it, which it found at `origin`; not in a
-    narrow one, which could not hold it."""
-    if batch.is_narrow:
-        return
-    if _one_by_one(batch.params):
-        for param, x in zip(batch.params, origin, strict=True):
-            param.sub_(x)
-    else:
-        torch._foreach_sub_(batch.params, origin)
+def shift(batch: Batch, points: list[Tensor], by: Tensor) -> None:
+    """Move points, one for each parameter, by a multiple of the stored displacement."""
+    for point, delta in zip(points, batch.displacements, strict=True):
+        point.copy_(torch.addcmul(point.to(batch.dtype), delta.to(batch.dtype), by))
 
 
-def proposal_squares(batch: Batch, origin: list[Tensor]) -> list[Tensor]:
-    """‖p‖² of what `propose` found, for each parameter or in pieces."""
-    if not batch.is_narrow:
-        return squares(batch.params, batch.dtype)
-    added = (
-        param.to(batch.dtype) - x
-        for pair in zip(batch.params, origin, strict=True)
-        for _, (param, x) in _pieces(*pair)
-    )
-    return [q for proposal in added for q in squares([proposal], batch.dtype)]
+class Piece(NamedTuple):
+    """A part of a batch that is moved at a time: whole small tensors, or a piece of a large one."""
+
+    params: list[Tensor]
+    stored: list[Tensor]
+    points: list[Tensor]
+    """Where the base has put the parameters"""
+    origin: list[Tensor]
+    """Where it found them"""
+    first: int
+    """The place of the first element in its tensor"""
 
 
-def apply(
-    batch: Batch, before: list[Tensor], origin: list[Tensor], by: Coefficients, step: Tensor
-) -> None:
-    """Play the next point. On entry the parameters hold what `propose` left there."""
-    params, stored, count = batch.params, batch.displacements, len(before)
-    if batch.is_narrow:
-        for tensors in zip(params, before, origin, stored, strict=True):
-            for first, (param, x, base_x, delta) in _pieces(*tensors):
-                proposal = param.to(batch.dtype) - base_x
-                wide = delta.to(batch.dtype)
-                point = torch.addcmul(x, wide, by.grow).addcmul_(proposal, by.scale)
-                moved = torch.addcmul(wide, proposal, by.gain)
-                delta.copy_(dither(moved, delta.dtype, step, first, later=True))
-                param.copy_(dither(point, param.dtype, step, first))
-        return
-    if _one_by_one(params):
-        for param, x, delta in zip(params, before, stored, strict=True):
-            point = torch.addcmul(x, delta, by.grow).addcmul_(param, by.scale)
-            delta.addcmul_(param, by.gain)
-            param.copy_(point)
-        return
-    torch._foreach_addcmul_(before, stored, [by.grow] * count)
-    torch._foreach_addcmul_(stored, params, [by.gain] * count)
-    if sum(param.numel() for param in params) > count * _SMALL:
-        for param, x in zip(params, before, strict=True):
-            torch.addcmul(x, param, by.scale, out=param)
-    else:
-        torch._foreach_addcmul_(before, params, [by.scale] * count)
-        torch._foreach_copy_(params, before)
+def pieces(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> Iterator[Piece]:
+    """A batch in pieces that are moved one after the other."""
+    limit = _NARROW_PIECE_ON_GPU if batch.is_narrow else _PIECE_ON_GPU
+    if batch.device.type == "cpu":
+        limit = _PIECE
+    rows = zip(batch.params, batch.displacements, points, origin, strict=True)
+    together: list[tuple[Tensor, ...]] = []
+    size = 0
+    for tensors in rows:
+        numel = tensors[0].numel()
+        if numel > limit or batch.is_narrow:
+            for first, parts in _split(limit, *tensors):
+                yield _piece([parts], first)
+            continue
+        if together and size + numel > limit:
+            yield _piece(together, 0)
+            together, size = [], 0
+        together.append(tensors)
+        size += numel
+    if together:
+        yield _piece(together, 0)
 
 
-def apply_recorded(batch: Batch, before: list[Tensor], by: Coefficients) -> list[Tensor]:
-    """`apply` for autograd to record, the coefficients taken as constants; returns the next
-    displacements. On entry the parameters are where the base has put them."""
-    moved = []
-    for param, x, delta in zip(batch.params, before, batch.displacements, strict=True):
-        proposal = param - x
-        param.copy_(x + by.grow * delta + by.scale * proposal)
-        moved.append(delta + by.gain * proposal)
-    return moved
+def _piece(rows: list[tuple[Tensor, ...]], first: int) -> Piece:
+    params, stored, points, origin = (list(column) for column in zip(*rows, strict=True))
+    return Piece(params, stored, points, origin, first)
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Tensors side by side in pieces, each with its place: what is made of one stays small."""
-    if tensors[0].dim() == 0:
+def _split(limit: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Tensors side by side in parts of about so many elements, each with its place."""
+    if tensors[0].dim() == 0 or tensors[0].numel() <= limit:
         yield 0, tensors
         return
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
     row = max(math.prod(tensors[0].shape[1:]), 1)
-    rows = max(_PIECE // row, 1)
-    pieces = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-    for index, piece in enumerate(pieces):
-        yield index * rows * row, piece
+    rows = max(limit // row, 1)
+    parts = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+    for index, part in enumerate(parts):
+        yield index * rows * row, part
+
+
+def proposal_squares(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> list[Tensor]:
+    """‖p‖² of what the base proposes, for each parameter or in pieces."""
+    return [
+        square
+        for piece in pieces(batch, points, origin)
+        for square in squares(_proposals(piece, batch.dtype), batch.dtype)
+    ]
+
+
+def _proposals(piece: Piece, dtype: torch.dtype) -> list[Tensor]:
+    if piece.points[0].dtype == dtype:
+        return list(torch._foreach_sub(piece.points, piece.origin))
+    pairs = zip(piece.points, piece.origin, strict=True)
+    return [point.to(dtype) - origin for point, origin in pairs]
+
+
+def moves(
+    batch: Batch,
+    points: list[Tensor],
+    origin: list[Tensor],
+    by: Coefficients,
+    step: Tensor,
+) -> list[Callable[[], tuple[list[Tensor], list[Tensor]]]]:
+    """What moves the parameters of a batch, for `commit`: one write for each piece. `step` is the
+    number of the step, which decides how narrow numbers are rounded."""
+    parts = pieces(batch, points, origin)
+    return [functools.partial(_moved, piece, by, batch.dtype, step) for piece in parts]
+
+
+def _moved(
+    piece: Piece, by: Coefficients, dtype: torch.dtype, step: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What a step writes, and the values that it writes there: the next parameters and stored
+    displacements of a piece. Nothing is written yet."""
+    proposals, count = _proposals(piece, dtype), len(piece.params)
+    targets = [*piece.stored, *piece.params]
+    if {tensor.dtype for tensor in targets} == {dtype}:
+        nexts = torch._foreach_addcmul(piece.params, piece.stored, [by.x_per_stored] * count)
+        torch._foreach_addcmul_(nexts, proposals, [by.x_per_proposal] * count)
+        stored = torch._foreach_addcmul(piece.stored, proposals, [by.stored_per_proposal] * count)
+        return targets, [*stored, *nexts]
+    (x,), (narrow,), (proposal,) = piece.params, piece.stored, proposals
+    wide = narrow.to(dtype)
+    point = torch.addcmul(x, wide, by.x_per_stored).addcmul_(proposal, by.x_per_proposal)
+    wide = torch.addcmul(wide, proposal, by.stored_per_proposal)
+    rounded = dither(wide, narrow.dtype, step, piece.first, later=True)
+    return targets, [rounded, dither(point, x.dtype, step, piece.first)]
+
+
+def move_recorded(batch: Batch, points: list[Tensor], by: Coefficients) -> list[Tensor]:
+    """Move the parameters for autograd to record, the coefficients taken as constants; returns the
+    next displacements."""
+    stored = []
+    for param, point, delta in zip(batch.params, points, batch.displacements, strict=True):
+        proposal = point - param
+        stored.append(delta + by.stored_per_proposal * proposal)
+        param.copy_(param + by.x_per_stored * delta + by.x_per_proposal * proposal)
+    return stored
 
 
 def put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
@@ -278,19 +316,16 @@ def put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
 
 
 def copy(to: list[Tensor], values: list[Tensor]) -> None:
-    """Write in place."""
-    if _one_by_one(to):
+    """Write in place, with one call where that is right.
+
+    Compiled, a write to a list of tensors on a GPU becomes something else in torch 2.11, and a
+    write to a single float64 tensor on a CPU is lost in torch 2.13.
+    """
+    if torch.compiler.is_compiling() and to[0].is_cuda:
         for one, value in zip(to, values, strict=True):
             one.copy_(value)
     else:
         torch._foreach_copy_(to, values)
-
-
-def _one_by_one(to: list[Tensor]) -> bool:
-    """Whether tensors are to be written to one by one. Compiled, what is written to a list of them
-    on a GPU becomes something else in torch 2.11, and to a single float64 on a CPU is lost in
-    torch 2.13."""
-    return torch.compiler.is_compiling() and to[0].is_cuda
 
 
 def clip(batch: Batch, factor: Tensor) -> None:

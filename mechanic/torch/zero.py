@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch import checkpoint
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.rates import publish_rates
 
 
 def is_zero(optimizer: Optimizer) -> bool:
@@ -53,4 +54,4 @@ class Carrier:
     def _load(self, _: Optimizer) -> None:
         saved = checkpoint.tuner_in(self.optimizer.param_groups)
         checkpoint.load_tuner(self._mechanism, saved)
-        self._mechanism.publish_rates(self.optimizer)
+        publish_rates(self._mechanism.scale, self.optimizer.param_groups)

@@ -1,16 +1,17 @@
-"""HTML that is escaped unless it was made here."""
+"""Builds HTML, and escapes every text that is not HTML from here."""
 
 from html import escape
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """A string that is HTML, and must not be escaped again."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: str | None, **attributes: str | None) -> Markup:
-    """An element. Children and attributes are escaped; `None` is left out; `_` ends `class_`.
+    """An HTML element. Children and attributes are escaped, and `None` is left out. The attribute
+    `class` is written `class_`.
 
     >>> tag("td", "a < b", class_="low")
     '<td class="low">a &lt; b</td>'
@@ -24,7 +25,7 @@ def tag(name: str, *children: str | None, **attributes: str | None) -> Markup:
 
 
 def join(*parts: str | None) -> Markup:
-    """One after the other, escaped where they are not HTML."""
+    """Join texts to HTML, and escape those that are not HTML."""
     return Markup(
         "".join(part if isinstance(part, Markup) else escape(part) for part in parts if part)
     )

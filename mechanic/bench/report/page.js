@@ -1,9 +1,9 @@
-// Plots are drawn when they come into view, or all of them when asked to or to be printed.
+// A plot is drawn when it comes into view. The button and printing draw all plots.
 "use strict";
 (() => {
-  const places = [...document.querySelectorAll(".chart")];
-  const near = new Set(); // places in view or close to it
-  const stale = new Set(); // drawn before a method was hidden or shown again
+  const plots = [...document.querySelectorAll(".chart")];
+  const near = new Set(); // plots in view or close to it
+  const stale = new Set(); // plots drawn before a method was hidden or shown again
   const hidden = new Set(); // methods
   const touch = matchMedia("(pointer: coarse)").matches;
   const config = {
@@ -15,20 +15,20 @@
 
   const visible = (trace) => !hidden.has(trace.meta);
 
-  const draw = (place) => {
-    const figure = JSON.parse(place.nextElementSibling.textContent);
+  const draw = (plot) => {
+    const figure = JSON.parse(plot.nextElementSibling.textContent);
     if (touch) figure.layout.dragmode = false; // a finger scrolls the page
     for (const trace of figure.data) trace.visible = visible(trace);
-    Plotly.newPlot(place, figure.data, figure.layout, config);
-    place.dataset.drawn = "yes";
+    Plotly.newPlot(plot, figure.data, figure.layout, config);
+    plot.dataset.drawn = "yes";
   };
 
-  const show = (place) => {
-    if (!place.dataset.drawn) draw(place);
-    else if (stale.has(place)) Plotly.restyle(place, { visible: place.data.map(visible) });
-    stale.delete(place);
+  const show = (plot) => {
+    if (!plot.dataset.drawn) draw(plot);
+    else if (stale.has(plot)) Plotly.restyle(plot, { visible: plot.data.map(visible) });
+    stale.delete(plot);
   };
-  const showAll = () => places.forEach(show);
+  const showAll = () => plots.forEach(show);
 
   const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -36,7 +36,7 @@
       if (isIntersecting) show(target);
     }
   }, { rootMargin: "400px" });
-  places.forEach((place) => observer.observe(place));
+  plots.forEach((plot) => observer.observe(plot));
   addEventListener("beforeprint", showAll);
   document.getElementById("draw-all").addEventListener("click", showAll);
 
@@ -44,12 +44,12 @@
   const toggle = (method) => {
     if (!hidden.delete(method)) hidden.add(method);
     for (const chip of chips) chip.setAttribute("aria-pressed", !hidden.has(chip.dataset.method));
-    for (const place of places) if (place.dataset.drawn) stale.add(place);
+    for (const plot of plots) if (plot.dataset.drawn) stale.add(plot);
     near.forEach(show);
   };
   for (const chip of chips) chip.addEventListener("click", () => toggle(chip.dataset.method));
 
-  // A heading that is jumped to must not hide behind the legend.
+  // The legend must not cover the heading that a link jumps to.
   const legend = document.querySelector(".legend");
   const makeRoom = () => {
     document.documentElement.style.scrollPaddingTop = `${legend.offsetHeight + 12}px`;

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: style, script and plotly.js are inside."""
+"""The report as one HTML page that needs no other file: it includes its style and plotly.js."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -10,22 +10,22 @@ from mechanic.bench.report.excess import colour_key, excess_table, summary_table
 from mechanic.bench.report.look import SWEEP, Look, Looks, count_of
 from mechanic.bench.report.markup import Markup, join, tag
 from mechanic.bench.report.panels import Panel, learned_panel, overall_panel, row_panels
-from mechanic.bench.report.plotly import figure, height
+from mechanic.bench.report.plotly import figure_json, height
 from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
-from mechanic.bench.score import Comparison, Row, duels
+from mechanic.bench.score import Comparison, ScoreRow, duels
 
-# Whatever a name may smuggle in: the page cannot load or send anything.
+# Names of tasks come from the user: whatever they contain, the page cannot load or send anything.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
 
 
-def page(comparisons: Sequence[Comparison], title: str, looks: Looks) -> str:
-    """The whole page."""
-    here = files("mechanic.bench.report")
-    style = Markup((here / "page.css").read_text("utf-8"))
-    script = Markup((here / "page.js").read_text("utf-8"))
+def render_page(comparisons: Sequence[Comparison], title: str, looks: Looks) -> str:
+    """The HTML of the whole page."""
+    resources = files("mechanic.bench.report")
+    style = Markup((resources / "page.css").read_text("utf-8"))
+    script = Markup((resources / "page.js").read_text("utf-8"))
     head = join(
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -56,15 +56,15 @@ def _navigation(comparisons: Sequence[Comparison], title: str) -> Markup:
         parts.append(("rows", "Excess by row", bool(comparison.scored)))
         parts.append(("unswept", "Rows without a sweep", bool(comparison.unswept)))
         parts.append(("tasks", "Task by task", True))
-        groups += [_link(f"{key}-{number}", text) for key, text, there in parts if there]
+        groups += [_link(f"{key}-{number}", text) for key, text, exists in parts if exists]
         suite = None
-        for place, key in enumerate(comparison.tasks):
-            if key[0] != suite:
-                groups.append(tag("span", key[0], class_="suite"))
-                suite = key[0]
-            groups.append(_link(f"task-{number}-{place}", key[1], class_="task"))
+        for index, (of_suite, task) in enumerate(comparison.tasks):
+            if of_suite != suite:
+                groups.append(tag("span", of_suite, class_="suite"))
+                suite = of_suite
+            groups.append(_link(f"task-{number}-{index}", task, class_="task"))
     all_plots = tag("button", "Draw all plots", id="draw-all", type="button")
-    # Open without a script; the script closes it where the screen is narrow.
+    # Open by default; on a narrow screen the script closes it.
     return tag(
         "nav",
         Markup(f"<details open>{tag('summary', 'Contents')}{join(*groups, all_plots)}</details>"),
@@ -89,31 +89,30 @@ def _section(comparison: Comparison, number: int, looks: Looks) -> Markup:
     if comparison.unswept:
         parts += [
             tag("h3", "Rows without a sweep", id=f"unswept-{number}"),
-            tag("p", "There is nothing to compare with: what was learned, and where it led."),
+            tag("p", "There is no sweep to compare with. Shown is what each method learned."),
             _plot(learned_panel(comparison.unswept, looks)),
             _table(unswept_table(comparison.unswept)),
         ]
     parts.append(tag("h3", "Task by task", id=f"tasks-{number}"))
-    parts.append(tag("p", words.PLOTS, " A click on a method hides it in all plots."))
+    parts.append(tag("p", words.PLOTS, " Click on a method to hide it in all plots."))
     parts.append(_legend([method.label for method in comparison.methods], looks))
     default = comparison.default.label if comparison.default else None
-    for place, ((suite, task), rows) in enumerate(comparison.tasks.items()):
-        heading = tag("h3", tag("small", suite), task, id=f"task-{number}-{place}")
+    for index, ((suite, task), rows) in enumerate(comparison.tasks.items()):
+        heading = tag("h3", tag("small", suite), task, id=f"task-{number}-{index}")
         parts.append(tag("section", heading, *_task(rows, looks, default), class_="task"))
     return tag("section", *parts, class_="budget")
 
 
 def _lead(comparison: Comparison) -> Markup | None:
-    """The answer first."""
+    """One paragraph with the main result."""
     counts = words.against_sweep(comparison)
     if comparison.default is None or not any(counts) or comparison.budget == "smoke":
         return None
-    said = words.verdict(*counts)
     return tag(
         "p",
         tag("b", comparison.default.label),
         words.headline(comparison),
-        said,
+        words.verdict(*counts),
         ".",
         class_="lead",
     )
@@ -135,7 +134,7 @@ def _overall(comparison: Comparison, number: int, looks: Looks) -> list[Markup |
         _table(suite_table(comparison), comparison.default.label if comparison.default else None)
         if len(comparison.suites) > 1
         else None,
-        tag("h4", f"{comparison.default.label} against each, and what is within seed noise")
+        tag("h4", f"{comparison.default.label} against each other method")
         if noise and comparison.default
         else None,
         tag("ul", *noise, class_="noise") if noise else None,
@@ -147,40 +146,41 @@ def _overall(comparison: Comparison, number: int, looks: Looks) -> list[Markup |
 
 
 def _bar(counts: Sequence[int]) -> Markup:
-    kinds = ("better", "worse", "within", "untold")
-    order = (0, 2, 3, 1)  # noise stands between better and worse
+    verdicts = ("better", "worse", "within_noise", "undecided")
+    texts = ("better", "worse", "within seed noise", "undecided")
+    order = (0, 2, 3, 1)  # noise is shown between better and worse
     parts = [
-        tag("i", class_=kinds[k], style=f"flex:{counts[k]}", title=f"{kinds[k]}: {counts[k]}")
+        tag("i", class_=verdicts[k], style=f"flex:{counts[k]}", title=f"{texts[k]}: {counts[k]}")
         for k in order
         if counts[k]
     ]
     return tag("span", *parts, class_="bar")
 
 
-def _task(rows: Sequence[Row], looks: Looks, default: str | None) -> list[Markup]:
+def _task(rows: Sequence[ScoreRow], looks: Looks, default: str | None) -> list[Markup]:
     parts = []
     for row in rows:
         plots = [_plot(panel) for panel in row_panels(row, looks)]
-        broken = [f"{r.method.label} ({r.trouble})" for r in row.results if r.trouble]
-        note = f" Not in the sweep's plot: {', '.join(broken)}." if broken and row.sweep else ""
+        lost = [f"{r.method.label} ({r.trouble})" for r in row.results if r.trouble]
+        note = f" Not in the plot of the sweep: {', '.join(lost)}." if lost and row.sweep else ""
         heading = tag("h4", row.base) if row.base else None
         text = tag("p", words.best_of_sweep(row) + note)
         parts.append(tag("div", heading, text, tag("div", *plots, class_="plots"), class_="row"))
     parts.append(_table(result_table(rows), default))
     if found := words.mishaps(rows):
         summary = tag("summary", f"{count_of(len(found), 'setting')} diverged or failed")
-        table = _table(Table(("method", "lr", "what", "why"), found))
+        table = _table(Table(("method", "lr", "what", "reason"), found))
         parts.append(tag("details", summary, table, class_="mishaps"))
     return parts
 
 
 def _plot(panel: Panel) -> Markup:
-    room = f"min-height:{height(panel)}px"  # before it is drawn too, so that nothing jumps
+    size = f"min-height:{height(panel)}px"  # so that drawing a plot does not move the page
     return tag(
         "figure",
         tag("figcaption", panel.title),
-        tag("div", class_="chart", role="img", aria_label=panel.title, style=room),
-        tag("script", Markup(figure(panel)), type="application/json"),
+        tag("div", class_="chart", role="img", aria_label=panel.title, style=size),
+        tag("script", Markup(figure_json(panel)), type="application/json"),
     )
 
 
@@ -199,11 +199,11 @@ def _swatch(look: Look) -> Markup:
 
 
 def _table(table: Table, bold: str | None = None) -> Markup:
-    head = tag("tr", *(tag("th", word) for word in table.head))
+    head = tag("tr", *(tag("th", text) for text in table.head))
     lines = [
-        tag("tr", tag("th", line[0]), *(tag("td", word) for word in line[1:]),
+        tag("tr", tag("th", line[0]), *(tag("td", text) for text in line[1:]),
             class_="default" if line[0] == bold else None)
         for line in table.lines
     ]  # fmt: skip
-    whole = tag("table", tag("thead", head), tag("tbody", *lines))
-    return tag("div", whole, class_="scroll plain")
+    html = tag("table", tag("thead", head), tag("tbody", *lines))
+    return tag("div", html, class_="scroll plain")

@@ -1,4 +1,4 @@
-"""Panels as plotly.js takes them: plain data, with every name escaped."""
+"""Panels as data for plotly.js, with every name escaped."""
 
 import json
 import math
@@ -11,27 +11,27 @@ _GRID = "#E6E6E6"
 _INK = "#333333"
 
 
-def figure(panel: Panel) -> str:
-    """JSON of `data` and `layout` that may stand inside a script element."""
+def figure_json(panel: Panel) -> str:
+    """The JSON of `data` and `layout`, safe inside a script element."""
     data = [trace for line in panel.lines for trace in _line(line)]
     data += [_marks(marks) for marks in panel.marks if len(marks.x)]
-    made = json.dumps({"data": data, "layout": _layout(panel)}, separators=(",", ":"))
-    # Inside a script element nothing but "<" can end it.
-    return made.replace("<", "\\u003c")
+    text = json.dumps({"data": data, "layout": _layout(panel)}, separators=(",", ":"))
+    # Only "<" can end a script element.
+    return text.replace("<", "\\u003c")
 
 
 def height(panel: Panel) -> int:
-    """In pixels."""
+    """The height of a panel in pixels."""
     return 90 + 28 * len(panel.y_ticks[0]) if panel.y_ticks else 300
 
 
-def _text(name: str) -> str:
-    """Plotly reads labels as a little HTML of its own; % would begin one of its templates."""
+def _escaped(name: str) -> str:
+    """A label without HTML and templates (`%{…}`), both of which plotly would interpret."""
     return escape(name, quote=False).replace("%{", "%&#123;")
 
 
 def _line(line: Line) -> list[dict[str, Any]]:
-    shared = {"meta": line.label, "name": _text(line.label), "showlegend": False}
+    shared = {"meta": line.label, "name": _escaped(line.label), "showlegend": False}
     style = {"color": line.look.colour, "width": line.look.width, "dash": line.look.dash}
     drawn = {
         **shared,
@@ -63,11 +63,11 @@ def _marks(marks: Marks) -> dict[str, Any]:
     edge = marks.look.colour if thin else "white"
     return {
         "meta": marks.label,
-        "name": _text(marks.label),
+        "name": _escaped(marks.label),
         "showlegend": False,
         "x": _round(marks.x),
         "y": _round(marks.y),
-        "text": [_text(word) for word in marks.words],
+        "text": [_escaped(word) for word in marks.words],
         "mode": "markers",
         "cliponaxis": False,
         "marker": {
@@ -113,15 +113,15 @@ def _axis(title: str, log: bool, limits: tuple[float, float] | None, ticks: Any)
     }
     if log:
         decades = math.log10(limits[1] / limits[0]) if limits else 1.0
-        # Powers of ten; within two decades plotly's "D2", which is 1, 2 and 5.
+        # Ticks at powers of ten; within two decades at 1, 2 and 5, which plotly calls "D2".
         axis |= {"type": "log", "dtick": math.ceil(decades / 7) if decades > 2 else "D2"}
     if limits:
         axis["range"] = [math.log10(end) for end in limits] if log else list(limits)
     if ticks:
-        axis |= {"tickvals": list(ticks[0]), "ticktext": [_text(word) for word in ticks[1]]}
+        axis |= {"tickvals": list(ticks[0]), "ticktext": [_escaped(text) for text in ticks[1]]}
     return axis
 
 
 def _round(values: Any) -> list[float]:
-    """Five digits are more than a screen shows, and half the weight of the page."""
+    """Round to five digits: more than a screen shows, and half the size of the page."""
     return [value if isinstance(value, int) else float(f"{value:.5g}") for value in values]

@@ -1,4 +1,4 @@
-"""The tables of a task, before it is known whether they become HTML or Markdown."""
+"""The tables of the report, for HTML and Markdown alike."""
 
 import math
 from collections.abc import Sequence
@@ -10,38 +10,38 @@ from mechanic.bench.report.look import SWEEP, count_of, number, percent
 from mechanic.bench.score import (
     Comparison,
     Result,
-    Row,
+    ScoreRow,
     best_by_metric,
     final_losses,
+    format_lr,
     highest_rate,
-    short,
     summarize,
 )
 
 
 @dataclass(frozen=True)
 class Table:
-    """Words in rows."""
+    """Texts in rows and columns."""
 
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
 
 
 def suite_table(comparison: Comparison) -> Table:
-    """Each method's mean excess suite by suite, as suites differ in how many rows they have."""
+    """The mean excess of each method in each suite, since suites have unequal numbers of rows."""
     suites = comparison.suites
     lines = [
         (
-            line.method.label,
-            *(percent(line.by_suite[s]) if s in line.by_suite else "" for s in suites),
+            summary.method.label,
+            *(percent(summary.by_suite[s]) if s in summary.by_suite else "" for s in suites),
         )
-        for line in summarize(comparison)
+        for summary in summarize(comparison)
     ]
     return Table(("mean excess by suite", *suites), lines)
 
 
-def result_table(rows: Sequence[Row]) -> Table:
-    """Of one task: what each method came to, base by base."""
+def result_table(rows: Sequence[ScoreRow]) -> Table:
+    """The final results of each method on one task, for each base."""
     head = ["method"]
     columns: list[dict[str, str]] = []
     for row in rows:
@@ -61,7 +61,7 @@ def result_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def _losses(row: Row) -> dict[str, str]:
+def _losses(row: ScoreRow) -> dict[str, str]:
     found = {r.method.label: _loss(r) for r in row.results}
     if row.sweep:
         found[SWEEP] = words.mean_spread(list(final_losses(row.sweep.best).values()))
@@ -72,49 +72,49 @@ def _loss(result: Result) -> str:
     losses = words.mean_spread(list(final_losses(result.runs).values()))
     if not result.trouble:
         return losses
-    return result.trouble if losses == "–" else f"{result.trouble}, else {losses}"
+    return result.trouble if losses == "–" else f"{result.trouble}, otherwise {losses}"
 
 
-def _metrics(row: Row) -> dict[str, str]:
+def _metrics(row: ScoreRow) -> dict[str, str]:
     found = {
         r.method.label: words.mean_spread(list(final_losses(r.runs, row.metric).values()))
         for r in row.results
     }
     if row.sweep and (best := best_by_metric(row.sweep, row.metric)):
         lr, values = best
-        found[SWEEP] = f"{words.mean_spread(list(values.values()))} (at {short(lr)})"
+        found[SWEEP] = f"{words.mean_spread(list(values.values()))} (at {format_lr(lr)})"
     return found
 
 
-def _rates(row: Row) -> dict[str, str]:
-    found = {r.method.label: learned(r) for r in row.results}
+def _rates(row: ScoreRow) -> dict[str, str]:
+    found = {r.method.label: learned_rate(r) for r in row.results}
     if row.sweep:
-        found[SWEEP] = "–" if row.sweep.best_lr is None else short(row.sweep.best_lr)
+        found[SWEEP] = "–" if row.sweep.best_lr is None else format_lr(row.sweep.best_lr)
     return found
 
 
-def learned(result: Result) -> str:
-    """The highest lr in force, the middle one of the seeds."""
+def learned_rate(result: Result) -> str:
+    """The highest lr in force, as the median over the seeds."""
     rates = [rate for run in result.runs if math.isfinite(rate := highest_rate(run))]
-    return short(median(rates)) if rates else "–"
+    return format_lr(median(rates)) if rates else "–"
 
 
-def unswept_table(rows: Sequence[Row]) -> Table:
-    """What was learned where there is nothing to compare with."""
+def unswept_table(rows: Sequence[ScoreRow]) -> Table:
+    """The results on rows that have no sweep."""
     head = ("task", "method", "learned lr", "train loss", "metric")
     lines = []
     for row in rows:
         for result in row.results:
             values = list(final_losses(result.runs, row.metric).values()) if row.metric else []
             metric = f"{row.metric} {words.mean_spread(values)}" if values else ""
-            name = f"{row.suite}: {words.name(row)}"
-            found = learned(result), _loss(result), metric
+            name = f"{row.suite}: {words.row_name(row)}"
+            found = learned_rate(result), _loss(result), metric
             lines.append((name, result.method.label, *found))
     return Table(head, lines)
 
 
-def tooltip(row: Row, result: Result) -> str:
-    """All that is known about a cell of the overall table."""
+def tooltip(row: ScoreRow, result: Result) -> str:
+    """The details of a cell of the overall table."""
     assert row.sweep is not None
     best = fmean(final_losses(row.sweep.best).values())
     parts = [f"train loss {_loss(result)}", f"best of sweep {number(best)}"]

@@ -10,30 +10,33 @@ from mechanic.bench.record import Run
 from mechanic.bench.report import words
 from mechanic.bench.report.look import count_of, percent
 from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
-from mechanic.bench.score import Comparison, Row, duels, summarize
+from mechanic.bench.score import Comparison, ScoreRow, duels, summarize
 
-Figures = Mapping[tuple[str, ...], str]  # by what `figures.write_figures` says, relative
+FigurePaths = Mapping[tuple[str, ...], str]
+"""Relative paths, by the keys of `figures.write_figures`."""
 
 
-def markdown(comparisons: Sequence[Comparison], title: str, figures: Figures) -> str:
-    """The whole report."""
-    parts = [f"# {plain(title)}"]
+def markdown(comparisons: Sequence[Comparison], title: str, figures: FigurePaths) -> str:
+    """The whole report as Markdown."""
+    parts = [f"# {escape_markdown(title)}"]
     for comparison in comparisons:
         parts += _section(comparison, figures)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def plain(text: str) -> str:
-    """Names as they are, whatever Markdown would make of them."""
+def escape_markdown(text: str) -> str:
+    """A text that Markdown shows as it is."""
     text = re.sub(r"\s+", " ", text).replace("&", "&amp;")
     return re.sub(r"([\\`*\[\]<>|~$])", r"\\\1", text)
 
 
-def _section(comparison: Comparison, figures: Figures) -> list[str]:
+def _section(comparison: Comparison, figures: FigurePaths) -> list[str]:
     budget = comparison.budget
-    parts = [f"## Budget {plain(budget)}"]
-    parts.append("\n".join(f"- **{plain(k)}**: {plain(v)}" for k, v in words.facts(comparison)))
-    parts += [f"> **Note.** {plain(warning)}" for warning in words.warnings(comparison)]
+    parts = [f"## Budget {escape_markdown(budget)}"]
+    facts = [(escape_markdown(key), escape_markdown(text)) for key, text in words.facts(comparison)]
+    parts.append("\n".join(f"- **{key}**: {text}" for key, text in facts))
+    warnings = map(escape_markdown, words.warnings(comparison))
+    parts += [f"> **Note.** {warning}" for warning in warnings]
     if comparison.scored:
         parts += ["### Overall", words.EXPLANATION, _summary(comparison)]
         if len(comparison.suites) > 1:
@@ -45,7 +48,8 @@ def _section(comparison: Comparison, figures: Figures) -> list[str]:
         parts.append(_image("Learned learning rates", figures.get((budget, "learned"))))
     parts += ["### Task by task", words.PLOTS]
     for (suite, task), rows in comparison.tasks.items():
-        parts += [f"#### {plain(suite)}: {plain(task)}", *_task(budget, rows, figures)]
+        heading = f"#### {escape_markdown(suite)}: {escape_markdown(task)}"
+        parts += [heading, *_task(budget, rows, figures)]
     return parts
 
 
@@ -65,11 +69,11 @@ def _summary(comparison: Comparison) -> str:
 def _noise(comparison: Comparison) -> str:
     if comparison.default is None:
         return ""
-    label = plain(comparison.default.label)
+    label = escape_markdown(comparison.default.label)
     pairs = [("the best of the sweep", words.against_sweep(comparison))]
     pairs += [(duel.other.label, words.duel_counts(duel)) for duel in duels(comparison)]
     return "\n".join(
-        f"- {label} against {plain(other)}: {words.verdict(*counts)}."
+        f"- {label} against {escape_markdown(other)}: {words.verdict(*counts)}."
         for other, counts in pairs
         if any(counts)
     )
@@ -77,28 +81,29 @@ def _noise(comparison: Comparison) -> str:
 
 def _excess(comparison: Comparison) -> str:
     head = ("suite", "task", "base", *(method.label for method in comparison.methods))
-    lines = [
-        (row.suite, row.task, row.base, *(words.cell(row.result(m)) for m in comparison.methods))
-        for row in comparison.scored
-    ]
+    lines = []
+    for row in comparison.scored:
+        excess = [words.excess_text(row.result(method)) for method in comparison.methods]
+        lines.append((row.suite, row.task, row.base, *excess))
     return _table(Table(head, lines))
 
 
-def _task(budget: str, rows: Sequence[Row], figures: Figures) -> list[str]:
+def _task(budget: str, rows: Sequence[ScoreRow], figures: FigurePaths) -> list[str]:
     parts = []
     for row in rows:
-        parts.append(f"{plain(row.base) or 'No base'}: {words.best_of_sweep(row)}")
+        parts.append(f"{escape_markdown(row.base) or 'No base'}: {words.best_of_sweep(row)}")
         path = figures.get((budget, row.suite, row.task, row.base))
-        parts.append(_image(words.name(row), path))
+        parts.append(_image(words.row_name(row), path))
     parts.append(_table(result_table(rows)))
     if found := words.mishaps(rows):
-        head = ("method", "lr", "what", "why")
-        parts += [f"{count_of(len(found), 'mishap')}:", _table(Table(head, found))]
+        head = ("method", "lr", "what", "reason")
+        title = f"{count_of(len(found), 'setting')} diverged or failed:"
+        parts += [title, _table(Table(head, found))]
     return parts
 
 
-def _image(words: str, path: str | None) -> str:
-    return f"![{plain(words)}]({path})" if path else ""
+def _image(title: str, path: str | None) -> str:
+    return f"![{escape_markdown(title)}]({path})" if path else ""
 
 
 def _table(table: Table) -> str:
@@ -107,29 +112,30 @@ def _table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    return text if text == "---" else plain(text)
+    return text if text == "---" else escape_markdown(text)
 
 
 def runs_csv(runs: Iterable[Run]) -> str:
-    """One line a run, everything but its curve."""
+    """One line for each run, with everything but its curve."""
     runs = list(runs)
     metrics = sorted({key for run in runs for key in run.metrics})
     environment = sorted({key for run in runs for key in run.environment})
-    plain_fields = (
+    fields = (
         "suite", "task", "budget", "method", "kind", "base", "lr", "seed", "status", "reason",
         "start_loss", "metric", "seconds",
     )  # fmt: skip
-    named = [*(f"metrics.{key}" for key in metrics), *(f"environment.{key}" for key in environment)]
-    lines: list[Sequence[object]] = [[*plain_fields, *named]]
+    head = [*fields, *(f"metrics.{key}" for key in metrics)]
+    head += [f"environment.{key}" for key in environment]
+    lines: list[Sequence[object]] = [head]
     for run in runs:
-        found = [getattr(run, field) for field in plain_fields]
-        found += [run.metrics.get(key, "") for key in metrics]
-        lines.append([*found, *(run.environment.get(key, "") for key in environment)])
+        values = [getattr(run, field) for field in fields]
+        values += [run.metrics.get(key, "") for key in metrics]
+        lines.append([*values, *(run.environment.get(key, "") for key in environment)])
     return _csv(lines)
 
 
 def summary_csv(comparisons: Sequence[Comparison]) -> str:
-    """One line a row, one column a method: its excess in percent, or what went wrong."""
+    """One line for each row, and for each method its excess in percent, or what went wrong."""
     labels = list(dict.fromkeys(m.label for c in comparisons for m in c.methods))
     lines: list[Sequence[object]] = [
         ["budget", "suite", "task", "base", "start_loss", "best_loss", "best_lr", "edge", *labels]
@@ -148,6 +154,6 @@ def summary_csv(comparisons: Sequence[Comparison]) -> str:
 
 
 def _csv(lines: Iterable[Sequence[object]]) -> str:
-    made = io.StringIO()
-    csv.writer(made, lineterminator="\n").writerows(lines)
-    return made.getvalue()
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(lines)
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The suites, one file each: `tasks(data)` lists what it holds."""
+"""The suites. Each is one file, whose function `tasks(data)` lists its tasks."""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from mechanic.bench.task import Task
 
 
 def _tasks(module: str, data: Data) -> list[Task]:
-    """Those of a suite, whose file and its libraries are imported only now."""
+    """The tasks of a suite. Its file, and the libraries that it needs, are imported only now."""
     found: list[Task] = importlib.import_module(f"{__name__}.{module}").tasks(data)
     return found
 

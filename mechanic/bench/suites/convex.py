@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 
 from mechanic.bench.data import Data
 from mechanic.bench.suites.shared import classification
-from mechanic.bench.task import Problem, Setting, Task, half_decades, shuffled, step_decay
+from mechanic.bench.task import BuildSettings, Problem, Task, half_decades, shuffled, step_decay
 
-# Of that paper's list Aloi and smallNORB are hard to come by; the last two stand in for them.
+# The last two replace Aloi and smallNORB of that paper, which are hard to obtain.
 PROBLEMS = (
     *("iris", "wine", "glass", "vehicle", "vowel", "dna", "letter", "pendigits", "usps"),
     *("sensorless_2200", "svmguide2", "coil20"),
@@ -19,8 +19,8 @@ EMBEDDED = ("iris", "wine", "breast_cancer", "digits8x8")
 BATCH = {"smoke": 64, "short": 64, "full": 16}
 STEPS = {"smoke": 20, "short": 300}
 EPOCHS = 100
-# The best lies within for each problem, but for wine and coil20: their classes can be told apart
-# without an error, so that the loss goes to 0 the faster, the larger the learning rate.
+# The best lr lies inside the grid for each problem except wine and coil20. Their classes can be
+# separated without error, so that a larger learning rate only brings the loss to 0 sooner.
 GRIDS = {
     "sgd": half_decades(-2, 2),
     "adamw": half_decades(-3, 1),
@@ -29,8 +29,8 @@ GRIDS = {
 
 
 def tasks(data: Data) -> list[Task]:
-    """The paper's problems where the folder has any beyond the embedded ones, else those."""
-    whole = any(not data.missing("tabular", name) for name in set(PROBLEMS) - set(EMBEDDED))
+    """The problems of the paper if the folder adds to the embedded ones; else the embedded ones."""
+    has_more = any(not data.missing("tabular", name) for name in set(PROBLEMS) - set(EMBEDDED))
     return [
         Task(
             "convex",
@@ -42,24 +42,24 @@ def tasks(data: Data) -> list[Task]:
             ("tabular", name),
             data.missing("tabular", name),
         )
-        for name in (PROBLEMS if whole else EMBEDDED)
+        for name in (PROBLEMS if has_more else EMBEDDED)
     ]
 
 
-def _build(name: str, setting: Setting) -> Problem:
-    x, y, x_test, y_test = _tensors(setting.data, name, setting.device)
-    # Nothing is drawn: a convex problem starts from 0.
-    model = nn.Linear(x.shape[1], int(y.max()) + 1, device=setting.device)
+def _build(name: str, settings: BuildSettings) -> Problem:
+    x, y, x_test, y_test = _tensors(settings.data, name, settings.device)
+    # A convex problem starts from 0, so that the weights do not depend on the seed.
+    model = nn.Linear(x.shape[1], int(y.max()) + 1, device=settings.device)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    batch = BATCH[setting.budget]
-    indices = shuffled(len(x), batch, setting.seed, setting.device)
+    batch = BATCH[settings.budget]
+    indices = shuffled(len(x), batch, settings.seed, settings.device)
     return Problem(
         model,
         batches=((x[index], y[index]) for index in indices),
         loss=lambda pair: cross_entropy(model(pair[0]), pair[1]),
         evaluate=classification(model, (x, y), (x_test, y_test)),
-        steps=STEPS.get(setting.budget, EPOCHS * (len(x) // min(batch, len(x)))),
+        steps=STEPS.get(settings.budget, EPOCHS * (len(x) // min(batch, len(x)))),
         schedule=step_decay(0.1, (0.6, 0.8, 0.95)),
     )
 

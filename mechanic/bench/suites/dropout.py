@@ -1,4 +1,4 @@
-"""The limitation that the paper names: Mechanic beside a tuned learning rate as dropout grows."""
+"""A limitation that the paper names: Mechanic beside a tuned learning rate as dropout grows."""
 
 from functools import partial
 

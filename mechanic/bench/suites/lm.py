@@ -1,4 +1,4 @@
-"""Language modelling: a GPT that reads bytes."""
+"""Language modelling: a GPT on bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy
 from mechanic.bench.data import Data
 from mechanic.bench.suites import corpus
 from mechanic.bench.suites.shared import bfloat16, not_installed
-from mechanic.bench.task import Budget, Problem, Setting, Task, cosine, half_decades
+from mechanic.bench.task import Budget, BuildSettings, Problem, Task, cosine, half_decades
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of the model and of the run."""
+class GptSize:
+    """The size of the model and of the run."""
 
     layers: int
     width: int
@@ -25,20 +25,20 @@ class Size:
     batch: int
     steps: int
     evaluated: int
-    """Stretches of the train and of the validation text, each."""
+    """The number of windows to evaluate, of the train text and of the validation text each."""
 
 
-SIZES: dict[Budget, Size] = {
-    "smoke": Size(2, 32, 32, batch=16, steps=8, evaluated=16),
-    "short": Size(6, 384, 256, batch=64, steps=600, evaluated=256),
-    "full": Size(12, 768, 1024, batch=32, steps=20_000, evaluated=256),  # GPT-2's smallest
+SIZES: dict[Budget, GptSize] = {
+    "smoke": GptSize(2, 32, 32, batch=16, steps=8, evaluated=16),
+    "short": GptSize(6, 384, 256, batch=64, steps=600, evaluated=256),
+    "full": GptSize(12, 768, 1024, batch=32, steps=20_000, evaluated=256),  # GPT-2's smallest
 }
 HEAD = 64  # width of an attention head
 HYPERPARAMETERS = {"adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
 
 
 def tasks(data: Data) -> list[Task]:
-    """One, on the corpus asked for."""
+    """One task, on the chosen corpus."""
     name = data.corpus_name()
     return [
         Task(
@@ -54,12 +54,13 @@ def tasks(data: Data) -> list[Task]:
     ]
 
 
-def _build(setting: Setting) -> Problem:
-    size = SIZES[setting.budget]
-    tokens = corpus.of_bytes(setting.data, corpus.MOST[setting.budget], setting.device)
-    torch.manual_seed(setting.seed)
-    model = _gpt(size, tokens.vocabulary).to(setting.device)
-    # One more than the context: each byte but the last is read, each but the first predicted.
+def _build(settings: BuildSettings) -> Problem:
+    size = SIZES[settings.budget]
+    tokens = corpus.of_bytes(settings.data, corpus.MAX_CHARACTERS[settings.budget], settings.device)
+    torch.manual_seed(settings.seed)
+    model = _gpt(size, tokens.vocabulary).to(settings.device)
+    # One more than the context: every byte but the last is read, every byte but the first is
+    # predicted.
     length = size.context + 1
     samples = {
         "train_loss": corpus.spread_windows(tokens.train, length, size.evaluated),
@@ -67,7 +68,7 @@ def _build(setting: Setting) -> Problem:
     }
     return Problem(
         model,
-        batches=corpus.random_windows(tokens.train, length, size.batch, setting.seed),
+        batches=corpus.random_windows(tokens.train, length, size.batch, settings.seed),
         loss=partial(_loss, model),
         evaluate=partial(_evaluate, model, samples, size.batch),
         steps=size.steps,
@@ -78,10 +79,10 @@ def _build(setting: Setting) -> Problem:
     )
 
 
-def _gpt(size: Size, vocabulary: int) -> nn.Module:
+def _gpt(size: GptSize, vocabulary: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    # The paper's limitations: Mechanic and dropout do not go together.
+    # No dropout, since the paper found that Mechanic does not work well with it.
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=size.context,

@@ -1,11 +1,12 @@
-"""Residual networks for small images: a 3x3 stem, and no pooling before the last layer."""
+"""Residual networks for small images: they begin with a 3x3 convolution, and have no pooling before
+the last layer."""
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
 
 def resnet18(channels: int, classes: int, width: int = 64, dropout: float = 0.0) -> nn.Module:
-    """He et al., 2016, with 3x3 convolutions on a small image from the first on."""
+    """ResNet-18 (He et al., 2016), with a 3x3 convolution as its first layer."""
     return nn.Sequential(
         _conv3(channels, width),
         nn.BatchNorm2d(width),
@@ -16,7 +17,7 @@ def resnet18(channels: int, classes: int, width: int = 64, dropout: float = 0.0)
 
 
 def wide_resnet(channels: int, classes: int, blocks: int = 6, wider: int = 10) -> nn.Module:
-    """Zagoruyko and Komodakis, 2016: with 6 blocks a stage and 10 times wider it is WRN-40-10."""
+    """A wide ResNet (Zagoruyko and Komodakis, 2016); by default WRN-40-10."""
     width = 16 * wider
     return nn.Sequential(
         _conv3(channels, 16),
@@ -28,7 +29,7 @@ def wide_resnet(channels: int, classes: int, blocks: int = 6, wider: int = 10) -
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, each with its norm after it."""
+    """Two convolutions beside a shortcut, each followed by its norm."""
 
     def __init__(self, inside: int, outside: int, stride: int, dropout: float) -> None:
         super().__init__()
@@ -40,12 +41,12 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(project, nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of images."""
+        """The output for a batch of images."""
         return relu(self.shortcut(x) + self.path(x))
 
 
 class PreBlock(nn.Module):
-    """Two convolutions beside a shortcut, each with its norm ahead of it."""
+    """Two convolutions beside a shortcut, each preceded by its norm."""
 
     def __init__(self, inside: int, outside: int, stride: int, dropout: float) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class PreBlock(nn.Module):
             self.project = nn.Conv2d(inside, outside, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of images."""
+        """The output for a batch of images."""
         normed = self.norm(x)
         change: Tensor = self.path(normed)
         return change + (x if self.project is None else self.project(normed))
@@ -65,11 +66,11 @@ class PreBlock(nn.Module):
 def _stages(
     block: type[Block] | type[PreBlock], inside: int, widths: list[int], blocks: int, dropout: float
 ) -> list[nn.Module]:
-    """Some blocks of each width; each width but the first halves the image."""
+    """The blocks of each width. Every width but the first halves the size of the image."""
     layers: list[nn.Module] = []
     for stage, width in enumerate(widths):
-        for place in range(blocks):
-            stride = 2 if stage > 0 and place == 0 else 1
+        for block_index in range(blocks):
+            stride = 2 if stage > 0 and block_index == 0 else 1
             layers.append(block(inside, width, stride, dropout))
             inside = width
     return layers

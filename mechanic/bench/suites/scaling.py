@@ -1,4 +1,4 @@
-"""What Mechanic learns as the batch or the model grows: the paper's first figure, on `mlm`."""
+"""What Mechanic learns as the batch or the model grows: Figure 1 of the paper, on `mlm`."""
 
 from functools import partial
 
@@ -6,27 +6,27 @@ from mechanic.bench.data import Data
 from mechanic.bench.suites import mlm
 from mechanic.bench.task import Task
 
-BATCHES = (0.125, 0.5, 2, 8)  # of the usual one: 16, 64, 256 and 1,024 in `short`
-WIDTHS = (0.5, 1, 2)  # likewise: 128, 256 and 512
+BATCHES = (0.125, 0.5, 2, 8)  # factors of the usual batch: 16, 64, 256 and 1,024 in `short`
+WIDTHS = (0.5, 1, 2)  # factors of the usual width: 128, 256 and 512 in `short`
 
 
 def tasks(data: Data) -> list[Task]:
-    """Each differs from `mlm` in one number."""
+    """The BERT of `mlm` with other batches, and with other widths."""
     return [
-        *(_task(data, "batch", part) for part in BATCHES),
-        *(_task(data, "width", part) for part in WIDTHS),
+        *(_task(data, "batch", factor) for factor in BATCHES),
+        *(_task(data, "width", factor) for factor in WIDTHS),
     ]
 
 
-def _task(data: Data, what: str, part: float) -> Task:
+def _task(data: Data, varied: str, factor: float) -> Task:
     name = data.corpus_name()
     return Task(
         "scaling",
-        f"bert-{name}-{what}-x{part:g}",
+        f"bert-{name}-{varied}-x{factor:g}",
         {"adamw": mlm.GRIDS["adamw"]},
-        partial(mlm.build, batch=part) if what == "batch" else partial(mlm.build, width=part),
+        partial(mlm.build, batch=factor) if varied == "batch" else partial(mlm.build, width=factor),
         "test_accuracy",
-        f"the BERT of mlm on {name}, with {part:g} times its {what}",
+        f"the BERT of mlm on {name}, with {factor:g} times its {varied}",
         ("text", name),
         mlm.missing(data),
         only_methods=("mechanic", "mechanic-paper"),

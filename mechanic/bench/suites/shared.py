@@ -1,4 +1,4 @@
-"""What several suites need: evaluating a classifier, and naming what is not installed."""
+"""What several suites share: the evaluation of classifiers, and the check for packages."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -11,14 +11,14 @@ CHUNK = 2048  # examples to evaluate at once
 
 
 def not_installed(package: str) -> str:
-    """Why a task cannot run without a package; empty if it is there."""
+    """Why a task cannot run, if a package is not installed; empty if it is."""
     if importlib.util.find_spec(package):
         return ""
     return f"{package} is not installed: pip install {package}."
 
 
 def bfloat16(device: torch.device, wanted: bool = True) -> torch.autocast:
-    """The precision that training has, for evaluation; a CPU keeps to its own."""
+    """Autocast to bfloat16 on a GPU, so that evaluation has the precision of training."""
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted and device.type == "cuda")
 
 
@@ -28,7 +28,7 @@ def classification(
     test: tuple[Tensor, Tensor],
     autocast: bool = False,
 ) -> Callable[[], Mapping[str, float]]:
-    """Loss and accuracy on train and test examples."""
+    """A function that evaluates the loss and the accuracy on train and test examples."""
 
     def evaluate() -> Mapping[str, float]:
         with bfloat16(train[0].device, autocast):
@@ -39,11 +39,11 @@ def classification(
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Logits of all examples."""
+    """The logits of all examples."""
     return torch.cat([model(part).float() for part in torch.split(x, CHUNK)])
 
 
 def measures(name: str, logits: Tensor, y: Tensor) -> dict[str, float]:
-    """Mean loss and accuracy, named after the part of the data that they are of."""
+    """The mean loss and the accuracy, with `name` as a prefix: "train" or "test"."""
     accuracy = (logits.argmax(-1) == y).double().mean()
     return {f"{name}_loss": float(cross_entropy(logits, y)), f"{name}_accuracy": float(accuracy)}

@@ -1,18 +1,19 @@
-"""Two networks that translate: LSTMs with attention, and a transformer."""
+"""Two networks for translation: LSTMs with attention, and a transformer."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PAD = 0
 HEAD = 64  # width of an attention head
-LONGEST = 128  # sentence
+MAX_LENGTH = 128  # of a sentence, in tokens
 LAYERS = 3
 
 
 class Recurrent(nn.Module):
-    """An LSTM reads, another writes, and attends to what was read (Luong et al., 2015)."""
+    """An LSTM reads the source; another writes and attends to the source (Luong et al., 2015)."""
 
     def __init__(self, width: int, source_words: int, target_words: int) -> None:
         super().__init__()
@@ -23,10 +24,10 @@ class Recurrent(nn.Module):
         self.combine = nn.Linear(2 * width, width)
         self.output = nn.Linear(width, target_words)
         for weights in self.parameters():
-            nn.init.uniform_(weights, -0.1, 0.1)  # as fairseq's
+            nn.init.uniform_(weights, -0.1, 0.1)  # as in fairseq
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits of the word after each of the target."""
+        """The logits of the next word, after each word of the target."""
         memory, state = self.encoder(self.source(source))
         hidden, _ = self.decoder(self.target(target), state)
         scores = hidden @ memory.transpose(1, 2)
@@ -37,33 +38,34 @@ class Recurrent(nn.Module):
 
 
 class Attentive(nn.Module):
-    """A transformer with its norms ahead of the layers."""
+    """A transformer with the norms before the layers."""
 
     def __init__(self, width: int, source_words: int, target_words: int) -> None:
         super().__init__()
         self.source = nn.Embedding(source_words, width)
         self.target = nn.Embedding(target_words, width)
-        self.places = nn.Embedding(LONGEST, width)
+        self.positions = nn.Embedding(MAX_LENGTH, width)
         shape = (width, max(1, width // HEAD), 4 * width)
-        reads = nn.TransformerEncoderLayer(*shape, dropout=0.0, batch_first=True, norm_first=True)
-        writes = nn.TransformerDecoderLayer(*shape, dropout=0.0, batch_first=True, norm_first=True)
+        options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        encoder_layer = nn.TransformerEncoderLayer(*shape, **options)
+        decoder_layer = nn.TransformerDecoderLayer(*shape, **options)
         self.encoder = nn.TransformerEncoder(
-            reads, LAYERS, nn.LayerNorm(width), enable_nested_tensor=False
+            encoder_layer, LAYERS, nn.LayerNorm(width), enable_nested_tensor=False
         )
-        self.decoder = nn.TransformerDecoder(writes, LAYERS, nn.LayerNorm(width))
+        self.decoder = nn.TransformerDecoder(decoder_layer, LAYERS, nn.LayerNorm(width))
         self.output = nn.Linear(width, target_words)
         for weights in self.parameters():
             if weights.dim() > 1:
-                nn.init.xavier_uniform_(weights)  # as nn.Transformer does
+                nn.init.xavier_uniform_(weights)  # as in nn.Transformer
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits of the word after each of the target."""
+        """The logits of the next word, after each word of the target."""
         padding = source == PAD
-        memory = self.encoder(self._placed(self.source, source), src_key_padding_mask=padding)
+        memory = self.encoder(self._embed(self.source, source), src_key_padding_mask=padding)
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         hidden = self.decoder(
-            self._placed(self.target, target),
+            self._embed(self.target, target),
             memory,
             tgt_mask=later,
             tgt_is_causal=True,
@@ -72,7 +74,7 @@ class Attentive(nn.Module):
         logits: Tensor = self.output(hidden)
         return logits
 
-    def _placed(self, embedding: nn.Module, words: Tensor) -> Tensor:
-        places = torch.arange(words.shape[1], device=words.device)
-        placed: Tensor = embedding(words) + self.places(places)
-        return placed
+    def _embed(self, embedding: nn.Module, words: Tensor) -> Tensor:
+        positions = torch.arange(words.shape[1], device=words.device)
+        embedded: Tensor = embedding(words) + self.positions(positions)
+        return embedded

@@ -13,8 +13,8 @@ from mechanic.bench.suites.residual import resnet18, wide_resnet
 from mechanic.bench.suites.shared import classification, not_installed
 from mechanic.bench.task import (
     Budget,
+    BuildSettings,
     Problem,
-    Setting,
     Task,
     cosine,
     half_decades,
@@ -22,17 +22,19 @@ from mechanic.bench.task import (
     step_decay,
 )
 
-Net = Callable[[Budget, int, int], nn.Module]  # of a budget, and numbers of channels and classes
+MakeNet = Callable[[Budget, int, int], nn.Module]
+"""Makes a network for a budget, a number of channels and a number of classes."""
 
 BATCH = 128
-MOST = {"smoke": 128, "short": 20_000, "full": None}  # images to train on
+MAX_IMAGES = {"smoke": 128, "short": 20_000, "full": None}  # images to train on
 EPOCHS = {"short": 5, "full": 200}
-DIGITS_EPOCHS = {"short": 20, "full": 200}  # there are fewer of them
+DIGITS_EPOCHS = {"short": 20, "full": 200}  # there are fewer digits than CIFAR images
 SMOKE_BATCH, SMOKE_STEPS = 16, 8
 SAMPLE = 5_000  # train images to evaluate on
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.9, "weight_decay": 5e-4},  # what the paper found best on CIFAR
-    "adamw": {"betas": (0.9, 0.999), "weight_decay": 0.1},  # both as it pre-trains ViT
+    "sgd": {"momentum": 0.9, "weight_decay": 5e-4},  # the paper found it best on CIFAR
+    # As in the paper's pre-training of ViT.
+    "adamw": {"betas": (0.9, 0.999), "weight_decay": 0.1},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.3},
 }
 STEPPED = step_decay(0.2, (0.3, 0.6, 0.8))  # epochs 60, 120 and 160 of 200
@@ -40,10 +42,10 @@ SGD_GRID = half_decades(-2, 1)
 
 
 def tasks(data: Data) -> list[Task]:
-    """ResNet-18 on the digits that scikit-learn carries as well, where there is no CIFAR."""
+    """Networks on CIFAR. Without CIFAR-10 there is also a ResNet-18 on scikit-learn's digits."""
     stepped = "SGD, lr x 0.2 at 30, 60 and 80 %, clip 1"
     pictures = f"{_described(data, 'cifar10')}, cropped and flipped"
-    listed = [
+    cifar_tasks = [
         Task(
             "vision",
             "resnet18-cifar10",
@@ -76,8 +78,8 @@ def tasks(data: Data) -> list[Task]:
             data.missing("images", "cifar10") or not_installed("transformers"),
         ),
     ]
-    if not listed[0].missing:
-        return listed
+    if not cifar_tasks[0].missing:
+        return cifar_tasks
     digits = Task(
         "vision",
         "resnet18-digits8x8",
@@ -87,16 +89,16 @@ def tasks(data: Data) -> list[Task]:
         f"ResNet-18 of width 8 on 1,442 digits of 8x8, cropped; {stepped}",
         ("images", "digits8x8"),
     )
-    return [*listed, digits]
+    return [*cifar_tasks, digits]
 
 
 def build(
-    net: Net, name: str, setting: Setting, schedule: Callable[[float], float] = STEPPED
+    net: MakeNet, name: str, settings: BuildSettings, schedule: Callable[[float], float] = STEPPED
 ) -> Problem:
-    """A network and a set of images."""
-    budget, device = setting.budget, setting.device
-    pictures = _pictures(setting.data, name, MOST[budget], device)
-    torch.manual_seed(setting.seed)
+    """Build the problem of a network on a data set of images."""
+    budget, device = settings.budget, settings.device
+    pictures = _pictures(settings.data, name, MAX_IMAGES[budget], device)
+    torch.manual_seed(settings.seed)
     model = net(budget, pictures.padded.shape[-1], pictures.classes).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     batch = SMOKE_BATCH if budget == "smoke" else BATCH
@@ -104,7 +106,7 @@ def build(
     steps = SMOKE_STEPS if budget == "smoke" else epochs[budget] * (len(pictures.y) // batch)
     return Problem(
         model,
-        batches=_augmented(pictures, batch, name.startswith("cifar"), setting.seed),
+        batches=_augmented(pictures, batch, name.startswith("cifar"), settings.seed),
         loss=lambda pair: cross_entropy(model(pair[0]), pair[1]),
         evaluate=classification(model, pictures.sample, pictures.test, autocast=True),
         steps=steps,
@@ -115,71 +117,71 @@ def build(
     )
 
 
-def _build_vit(setting: Setting) -> Problem:
-    return build(_vit, "cifar10", setting, cosine(0.05))
+def _build_vit(settings: BuildSettings) -> Problem:
+    return build(_vit, "cifar10", settings, cosine(0.05))
 
 
 class Pictures(NamedTuple):
-    """A set of images on the device."""
+    """A data set of images on the device."""
 
     padded: Tensor
-    """To crop from: (count, height, width, channels), bytes."""
+    """The train images with a border, to crop from: uint8 (count, height, width, channels)."""
     y: Tensor
     mean: Tensor
     scale: Tensor
     sample: tuple[Tensor, Tensor]
-    """Some that were trained on, normalised."""
+    """Some of the train images, normalised, and their labels."""
     test: tuple[Tensor, Tensor]
     classes: int
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Floats in the order of axes that convolutions want."""
+        """Normalise images, and put the channels before height and width."""
         return ((x.float() - self.mean) * self.scale).permute(0, 3, 1, 2)
 
 
 @cache
-def _pictures(data: Data, name: str, most: int | None, device: torch.device) -> Pictures:
-    x, y, x_test, y_test = (torch.from_numpy(array) for array in data.images(name, most))
-    classes = int(max(y.max(), y_test.max())) + 1  # in a small part of them not all are met
-    x_test, y_test = x_test[:most], y_test[:most]
+def _pictures(data: Data, name: str, limit: int | None, device: torch.device) -> Pictures:
+    x, y, x_test, y_test = (torch.from_numpy(array) for array in data.images(name, limit))
+    classes = int(max(y.max(), y_test.max())) + 1  # a small sample may lack some classes
+    x_test, y_test = x_test[:limit], y_test[:limit]
     mean = x.double().mean((0, 1, 2)).float().to(device)
     scale = 1 / x.double().std((0, 1, 2)).float().to(device)
-    border = x.shape[1] // 8  # 4 of 32, as is usual
+    border = x.shape[1] // 8  # 4 for an image of 32, as usual
     padded = pad(x, (0, 0, border, border, border, border)).to(device)
     none = (torch.empty(0), torch.empty(0))
-    half = Pictures(padded, y.to(device), mean, scale, none, none, classes)
-    return half._replace(
-        sample=(half.normalised(x[:SAMPLE].to(device)), y[:SAMPLE].to(device)),
-        test=(half.normalised(x_test.to(device)), y_test.to(device)),
+    without_samples = Pictures(padded, y.to(device), mean, scale, none, none, classes)
+    return without_samples._replace(
+        sample=(without_samples.normalised(x[:SAMPLE].to(device)), y[:SAMPLE].to(device)),
+        test=(without_samples.normalised(x_test.to(device)), y_test.to(device)),
     )
 
 
 def _augmented(
     pictures: Pictures, batch: int, flips: bool, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of crops at random places, half of them mirrored, made on the device."""
+    """Batches of random crops, made on the device. With `flips`, half of them are mirrored."""
     padded, device = pictures.padded, pictures.padded.device
-    border = padded.shape[1] // 10  # a border of an eighth on each side makes it ten eighths
+    border = padded.shape[1] // 10  # two borders of an eighth make ten eighths of the image
     size = padded.shape[1] - 2 * border
     generator = torch.Generator(device).manual_seed(seed)
-    places = torch.arange(size, device=device)
+    positions = torch.arange(size, device=device)
     for index in shuffled(len(padded), batch, seed, device):
         shape = (2, len(index), 1)
         top, left = torch.randint(2 * border + 1, shape, generator=generator, device=device)
         mirrored = torch.rand(len(index), 1, generator=generator, device=device) < 0.5 * flips
-        columns = left + torch.where(mirrored, size - 1 - places, places)
-        rows = top + places
+        columns = left + torch.where(mirrored, size - 1 - positions, positions)
+        rows = top + positions
         crops = padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]
         yield pictures.normalised(crops), pictures.y[index]
 
 
 def _described(data: Data, name: str) -> str:
-    there = data.shards(name)
-    return "CIFAR-10" if there in (0, 5) else f"{there} of the 5 train files of CIFAR-10"
+    files = data.shards(name)
+    return "CIFAR-10" if files in (0, 5) else f"{files} of the 5 train files of CIFAR-10"
 
 
-def residual_net(name: str, dropout: float = 0.0) -> Net:
-    """ResNet-18, narrow for the small digits."""
+def residual_net(name: str, dropout: float = 0.0) -> MakeNet:
+    """ResNet-18, which is narrow for digits."""
     return partial(_resnet18, width=64 if name.startswith("cifar") else 8, dropout=dropout)
 
 
@@ -196,7 +198,7 @@ def _wide_resnet(budget: Budget, channels: int, classes: int) -> nn.Module:
 
 
 class _Vit(nn.Module):
-    """The library's model, from images to logits."""
+    """The ViT of transformers, which returns only the logits."""
 
     def __init__(self, channels: int, classes: int, width: int, layers: int, heads: int) -> None:
         from transformers import ViTConfig, ViTForImageClassification

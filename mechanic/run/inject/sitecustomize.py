@@ -1,7 +1,8 @@
-"""Run by every Python that `mechanic run` starts, before anything else: waits for torch.
+"""Every Python that `mechanic run` starts runs this module first. It waits for torch.
 
-This folder stands first on PYTHONPATH, where `site` looks for this name. Nothing is imported here
-that the script might not want; what follows happens when it has imported torch's optimizers.
+This folder is the first one on PYTHONPATH, where `site` looks for a module of this name. Little is
+imported here, since the script may not need it. The rest of the work begins when the script has
+imported torch's optimizers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's own would have to be imported
+TYPE_CHECKING = False  # that of `typing` would need an import
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
-# The modules waited for, and what of mechanic.run.adopt is called with each.
-_WAITED_FOR = {"torch.optim.optimizer": "watch_torch", "mechanic.torch.attach": "watch_mechanize"}
+# The modules to wait for, and the function of mechanic.run.adopt that is called with each.
+_PATCHES = {"torch.optim.optimizer": "patch_torch", "mechanic.torch.attach": "patch_mechanize"}
 
 
 class _Finder:
-    """Finds what the others find, with a loader that tells when it has loaded."""
+    """Asks the other finders, and wraps the loader so that it patches the module once loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _WAITED_FOR:
+        if name not in _PATCHES:
             return None
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
@@ -49,31 +50,31 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _tell(module)
+        _patch(module)
 
 
-def _tell(module: ModuleType) -> None:
+def _patch(module: ModuleType) -> None:
     try:
         try:
             from mechanic.run import adopt
-        except ModuleNotFoundError:  # Mechanic was run from a checkout and is not installed
+        except ModuleNotFoundError:  # Mechanic runs from a checkout and is not installed
             sys.path.append(_ROOT)
             try:
                 from mechanic.run import adopt
             finally:
                 sys.path.remove(_ROOT)
-        getattr(adopt, _WAITED_FOR[module.__name__])(module)
-    except Exception as error:  # the script must run, tuned or not
-        _complain(error)
+        getattr(adopt, _PATCHES[module.__name__])(module)
+    except Exception as error:  # the script must run, even untuned
+        _report(error)
 
 
-def _complain(error: Exception) -> None:
+def _report(error: Exception) -> None:
     import json
 
-    text = f"nothing is tuned in process {os.getpid()}: {error!r}"
+    text = f"no optimizer is tuned in process {os.getpid()}: {error!r}"
     other = getattr(sys.modules.get("mechanic"), "__file__", None)
     if isinstance(error, ModuleNotFoundError) and other is not None:
-        text += f". {other} stands in the way of this package: rename it"
+        text += f". {other} hides the package of that name: rename it"
     sys.stderr.write(f"mechanic run: {text}\n")
     spool = json.loads(os.environ["MECHANIC_RUN"])["spool"]
     if spool is not None:
@@ -82,7 +83,7 @@ def _complain(error: Exception) -> None:
 
 
 def _run_next() -> None:
-    """Run the sitecustomize that this one stands in front of, if there is one."""
+    """Run the sitecustomize that this one hides, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:

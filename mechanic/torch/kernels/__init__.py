@@ -1,8 +1,9 @@
-"""The fast path on a GPU: a step in three launches, whatever the number of tensors.
+"""The fast path on a GPU: a step in a few launches, whatever the number of tensors.
 
-`passes` has the Triton kernels: the sums, the tuner, the update. `rule` turns the tuner's rule, as
-`mechanic.tuner` has it, into Triton code, so that it stands once. `known` tells which bases are
-computed in the update itself, and `plan` where all the tensors lie.
+`dispatch` tells whether the kernels can make a step, and `step` makes it with the launches of
+`launch`. `passes` and `scalar_passes` have the Triton kernels: the sums, the tuner, the update.
+`rule` turns the tuner's rule, as `mechanic.tuner` has it, into Triton code, so that it stands once.
+`known` has the bases whose update the kernels compute, and `plan` what they know of an optimizer.
 
-`mechanic.torch.fast` runs them; nothing here is imported where there is no Triton.
+Where there is no Triton, only `dispatch`, `listen` and `step` are imported.
 """

@@ -6,26 +6,29 @@ from typing import Any
 from torch import Tensor
 
 from mechanic.torch.kernels import passes
-from mechanic.torch.kernels.plan import EMPTY, Plan, Section
+from mechanic.torch.kernels.gradients import EMPTY
+from mechanic.torch.kernels.layout import Section
+from mechanic.torch.kernels.plan import Plan
 
 
 class Arrivals:
     """What has arrived since the last step of a plan.
 
-    A gradient counts as summed up if it is the same tensor at the same place, and of the same
-    version: not clipped, or accumulated to, since.
+    A gradient counts as summed up if it is the same tensor at the same place and of the same
+    version: no one has clipped it, or added to it, since.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._alone: dict[int, Section] = {}
+        self._places = {param: place for place, param in enumerate(plan.placement.params)}
+        self._sections: dict[int, Section] = {}
         self.forget()
 
     def forget(self) -> None:
-        """At a step."""
-        size = len(self._plan.entries)
+        """Begin anew, at a step."""
+        size = len(self._places)
         self._count = 0
-        """How many gradients have arrived, those that did again counted again"""
+        """How many gradients have arrived; one that arrives twice counts twice"""
         self._grads: list[Any] = [None] * size
         self._versions = [-1] * size
         self._addresses = [0] * size
@@ -35,22 +38,21 @@ class Arrivals:
         """Note a gradient. Gives its own section, its address and the table of the groups, to sum
         it up; None where that is left to the step."""
         plan, grad = self._plan, param.grad
-        place, (rows, groups) = plan.places.get(param), plan.typed
-        if place is None or grad is None or groups is None or plan.has_tensor_lr:
+        place, (rows, groups) = self._places.get(param), plan.groups.settings
+        if place is None or grad is None or groups is None or plan.groups.has_tensor_lr:
             return None
-        address = plan.address_of(place, grad)
-        if address is None or not plan.has_in_place(place):
+        address = plan.gradients.address_of(place, grad)
+        if address is None or not plan.placement.holds_for(place):
             return None
         if self._count == 0:
             self._signs = _signs(rows)
         self._grads[place], self._versions[place] = grad, grad._version
         self._addresses[place] = address
         self._count += 1
-        if self._count % len(plan.entries) == 0:  # the last: the step would wait for this
-            plan.place_grads(list(self._addresses), None)
-        return (
-            (self._section(place), address, groups) if plan.entries[place].kind.is_large else None
-        )
+        if self._count % len(self._places) == 0:  # the last one: the step would wait for this
+            plan.gradients.place(list(self._addresses), None)
+        is_large = plan.layout.entries[place].kind.is_large
+        return (self._section(place), address, groups) if is_large else None
 
     def addresses(self, grads: list[Any]) -> list[int] | None:
         """The addresses of these gradients, if they are what has arrived."""
@@ -65,16 +67,19 @@ class Arrivals:
 
     def take_unsummed(self, *, has_all: bool) -> list[Section]:
         """The sections that are not summed up yet, where all gradients have arrived or not."""
-        plan = self._plan
-        arrived = has_all and not plan.has_tensor_lr and _signs(plan.typed[0]) == self._signs
+        groups, sections = self._plan.groups, self._plan.layout.sum_sections
+        is_same = not groups.has_tensor_lr and _signs(groups.settings[0]) == self._signs
         self.forget()
-        return [section for section in plan.sums if not (arrived and section.kind.is_large)]
+        if not has_all or not is_same:
+            return sections
+        return [section for section in sections if not section.kind.is_large]
 
     def _section(self, place: int) -> Section:
-        if place not in self._alone:
-            plan = self._plan
-            self._alone[place] = plan.section(plan.entries[place].kind, *plan.ranges[place])
-        return self._alone[place]
+        if place not in self._sections:
+            layout = self._plan.layout
+            kind, (begin, end) = layout.entries[place].kind, layout.ranges[place]
+            self._sections[place] = layout.section(kind, begin, end)
+        return self._sections[place]
 
 
 def _signs(rows: list[list[float]]) -> list[tuple[bool, float]]:

@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 from mechanic.torch.rates import step_name
 
 
-class Base(NamedTuple):
-    """A known base, as far as one group of it goes."""
+class KnownBase(NamedTuple):
+    """A base whose update the kernels compute, as one group of it is set."""
 
-    way: str
-    """Its formula, by the name that the kernel `passes._propose` has for it"""
+    formula: str
+    """The name of its formula in the kernel `passes._propose`"""
     slots: tuple[str, ...]
     """The entries of its state that are as large as the parameter"""
     has_steps: bool = False
-    """Whether it counts its steps, to correct a bias"""
+    """Whether it counts its steps in `state["step"]`, which the kernels then count, too"""
 
 
-class Settings(NamedTuple):
+class Hyperparameters(NamedTuple):
     """The numbers in the formula of a base."""
 
     a: float = 0.0
@@ -38,12 +38,12 @@ class Settings(NamedTuple):
         return _log(self.a), _log(self.b)
 
 
-ANY = Base("any", ())
+ANY = KnownBase("any", ())
 """A base that runs by itself, between two passes."""
 
 
-def find(optimizer: Optimizer, base_step: Callable[..., Any]) -> list[Base] | None:
-    """The base of each group, where the step is known, and the state is there."""
+def find(optimizer: Optimizer, base_step: Callable[..., Any]) -> list[KnownBase] | None:
+    """The base of each group, where its step is known."""
     name = step_name(base_step)
     if name not in _BASES:
         return None
@@ -51,39 +51,39 @@ def find(optimizer: Optimizer, base_step: Callable[..., Any]) -> list[Base] | No
     return None if None in bases else bases  # type: ignore[return-value]
 
 
-def settings(optimizer: Any, base: Base, group: dict[str, Any]) -> Settings:
+def hyperparameters(optimizer: Any, base: KnownBase, group: dict[str, Any]) -> Hyperparameters:
     """The numbers of a group."""
-    if base.way in ("adam", "adamw"):
+    if base.formula in ("adam", "adamw"):
         a, b = group["betas"]
-        return Settings(a, b, group["eps"], group["weight_decay"])
-    if base.way == "lion":
+        return Hyperparameters(a, b, group["eps"], group["weight_decay"])
+    if base.formula == "lion":
         a, b = group["betas"]
         decay = group["weight_decay"] / (optimizer._init_lr if optimizer.decoupled_wd else 1.0)
-        return Settings(a, b, decay=decay)
-    if base.way == "any":
-        return Settings()
-    return Settings(group["momentum"], group["dampening"], decay=group["weight_decay"])
+        return Hyperparameters(a, b, decay=decay)
+    if base.formula == "any":
+        return Hyperparameters()
+    return Hyperparameters(group["momentum"], group["dampening"], decay=group["weight_decay"])
 
 
-def _adam(_: Optimizer, group: dict[str, Any]) -> Base | None:
+def _adam(_: Optimizer, group: dict[str, Any]) -> KnownBase | None:
     if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
         return None
     decoupled = group["decoupled_weight_decay"]
-    return Base("adamw" if decoupled else "adam", ("exp_avg", "exp_avg_sq"), has_steps=True)
+    return KnownBase("adamw" if decoupled else "adam", ("exp_avg", "exp_avg_sq"), has_steps=True)
 
 
-def _sgd(_: Optimizer, group: dict[str, Any]) -> Base | None:
+def _sgd(_: Optimizer, group: dict[str, Any]) -> KnownBase | None:
     if group["momentum"] == 0:
-        return Base("sgd", ())
-    return Base("nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",))
+        return KnownBase("sgd", ())
+    return KnownBase("nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",))
 
 
-def _lion(optimizer: Any, _: dict[str, Any]) -> Base | None:
-    own = optimizer.update_fn  # or one of lion_pytorch.triton's
-    return Base("lion", ("exp_avg",)) if own.__module__ == "lion_pytorch.lion_pytorch" else None
+def _lion(optimizer: Any, _: dict[str, Any]) -> KnownBase | None:
+    is_plain = optimizer.update_fn.__module__ == "lion_pytorch.lion_pytorch"  # not its Triton one
+    return KnownBase("lion", ("exp_avg",)) if is_plain else None
 
 
-_BASES: dict[str, Callable[[Optimizer, dict[str, Any]], Base | None]] = {
+_BASES: dict[str, Callable[[Optimizer, dict[str, Any]], KnownBase | None]] = {
     "torch.optim.adam.Adam.step": _adam,
     "torch.optim.sgd.SGD.step": _sgd,
     "lion_pytorch.lion_pytorch.Lion.step": _lion,

@@ -8,10 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mechanic import tuner
+from mechanic.torch.history import FIRST_STEPS
 from mechanic.torch.kernels import passes, scalar_passes
-from mechanic.torch.kernels.plan import Plan, Section
+from mechanic.torch.kernels.layout import Section
+from mechanic.torch.kernels.plan import Plan
 from mechanic.torch.kernels.rule import write_rule
-from mechanic.torch.mechanism import EXACT, Mechanism
+from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.scalars import ROWS
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -23,16 +27,17 @@ class Inputs(NamedTuple):
     """What a step brings along for the kernels."""
 
     grads: Tensor
-    """The gradients' addresses"""
+    """The addresses of the gradients"""
     groups: Tensor
-    """The groups' settings"""
+    """The settings of the groups"""
     grad_scale: Tensor | None
-    """GradScaler's, where the base unscales by itself"""
+    """GradScaler's scale, where the base unscales by itself"""
     found_inf: Tensor | None
+    """GradScaler's word for NaN and inf"""
     max_norm: Tensor | None
-    """What the gradients' norm is clipped to"""
-    risen: Tensor
-    """Whether a learning rate has risen so much that ‖u‖² is waited for"""
+    """The norm that gradients are clipped to"""
+    has_risen: Tensor
+    """Whether a learning rate has risen so much that ‖u‖² is measured"""
     copies: dict[torch.dtype, Tensor]
     """A copy of all parameters of a dtype, where the base runs by itself"""
 
@@ -43,10 +48,10 @@ def _launch(
     key: Any,
     programs: int,
     given: tuple[Any, ...],
-    known: tuple[Any, ...],
+    constants: tuple[Any, ...],
     options: dict[str, int],
 ) -> None:
-    """Launch a kernel with what it is given, and what it was compiled for.
+    """Launch a kernel with what it is given, and the constants that it was compiled for.
 
     The compiled kernel is kept, since Triton takes longer to find it again than to launch it. The
     `key` tells apart what Triton would compile anew: other constants, and addresses that are not
@@ -54,9 +59,9 @@ def _launch(
     """
     compiled = plan.compiled.get((kernel, key))
     if compiled is None:
-        plan.compiled[kernel, key] = kernel[(programs,)](*given, *known, **options)
+        plan.compiled[kernel, key] = kernel[(programs,)](*given, *constants, **options)
     else:
-        compiled[(programs, 1, 1)](*given, *known)
+        compiled[(programs, 1, 1)](*given, *constants)
 
 
 def try_out(device: torch.device) -> None:
@@ -64,11 +69,11 @@ def try_out(device: torch.device) -> None:
     counts = torch.zeros(2, dtype=torch.int32, device=device)
     table = torch.zeros(passes.COLUMNS.value, dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        passes.keep[(1,)](table, counts, table, True, tl.int64, 1, 1)
+        passes.copy_params[(1,)](table, counts, table, True, tl.int64, 1, 1)
 
 
 def sum_up(plan: Plan, mechanism: Mechanism, inputs: Inputs, sections: list[Section]) -> None:
-    """The sums that the base's step need not be waited for."""
+    """The sums that need not wait for the base's step."""
     for section in sections:
         sum_one(plan, mechanism, section, None, inputs.groups, inputs.grads)
 
@@ -84,81 +89,82 @@ def sum_one(
     """The same sums of one section; of a single gradient, where its address is given."""
     kind, first, programs, chunks, partials = section
     types = _TYPES[kind.x], _TYPES[kind.grad], _TYPES[kind.delta]
+    with_x = tuner.reads_x(mechanism.options)
     _launch(
         plan,
         passes.sum_up,
         (first, address is None),
         programs,
-        (plan.table, grads, address, chunks, partials, plan.total, groups),
-        (mechanism.options.s_decay != 0, kind.is_aligned, *types, plan.chunk, passes.BLOCK),
+        (plan.layout.table, grads, address, chunks, partials, plan.layout.total, groups),
+        (with_x, kind.is_aligned, *types, plan.layout.chunk, passes.BLOCK),
         _WARPS,
     )
 
 
-def keep(plan: Plan, inputs: Inputs) -> None:
+def copy_params(plan: Plan, copies: dict[torch.dtype, Tensor]) -> None:
     """Copy the parameters, for a base that runs by itself."""
-    for kind, first, programs, chunks, _ in plan.sections:
+    for kind, first, programs, chunks, _ in plan.layout.sections:
         _launch(
             plan,
-            passes.keep,
+            passes.copy_params,
             first,
-            programs * plan.parts,
-            (plan.table, chunks, inputs.copies[kind.x]),
-            (kind.is_aligned, _TYPES[kind.x], plan.chunk, passes.BLOCK),
+            programs * (plan.layout.chunk // passes.BLOCK),
+            (plan.layout.table, chunks, copies[kind.x]),
+            (kind.is_aligned, _TYPES[kind.x], plan.layout.chunk, passes.BLOCK),
             _WARPS,
         )
 
 
 def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
-    """‖u‖², where it is waited for: before a known base's step, after any other's."""
-    groups, grads = inputs.groups, inputs.grads
+    """‖u‖², where it is measured: before a known base's step, after any other's."""
+    layout, coefficients = plan.layout, plan.groups.coefficients
+    groups, grads, count = inputs.groups, inputs.grads, len(plan.groups.bases)
     if plan.is_known:
         scalar_passes.weigh[(1,)](
-            *(plan.partials, plan.total, groups, len(plan.bases), plan.made),
+            *(layout.partials, layout.total, groups, count, coefficients),
             *(inputs.grad_scale, inputs.max_norm),
-            *(plan.table, grads, len(plan.entries), plan.biases),
-            GROUPS=triton.next_power_of_2(len(plan.bases)),
-            BIASED=bool(plan.steps),
+            *(layout.table, grads, len(layout.entries), plan.biases),
+            GROUPS=triton.next_power_of_2(count),
+            BIASED=bool(plan.counters.steps),
             **_MORE_WARPS,
         )
-    for kind, _, programs, chunks, partials in plan.sections:
+    for kind, _, programs, chunks, partials in layout.sections:
         passes.square_proposals[(programs,)](
-            *(plan.table, grads, chunks, partials, plan.total, groups, plan.made, plan.biases),
-            *(mechanism.updates, inputs.risen, inputs.copies.get(kind.x)),
-            BASE=kind.base.way,
+            *(layout.table, grads, chunks, partials, layout.total, groups, coefficients),
+            *(plan.biases, mechanism.counts.packed, inputs.has_risen, inputs.copies.get(kind.x)),
+            BASE=kind.base.formula,
             SLOTS=len(kind.base.slots),
             ALIGNED=kind.is_aligned,
-            EXACT=EXACT,
+            FIRST_STEPS=FIRST_STEPS,
             X_TYPE=_TYPES[kind.x],
             G_TYPE=_TYPES[kind.grad],
             S_TYPE=_TYPES[kind.slots],
-            CHUNK=plan.chunk,
+            CHUNK=plan.layout.chunk,
             BLOCK=passes.BLOCK,
             **_WARPS,
         )
 
 
-def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, waits: bool) -> None:
+def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> None:
     """The tuner's step, and what follows from it for each group."""
-    options, size = mechanism.options, len(mechanism.options.betas)
-    counts = mechanism.steps, mechanism.updates, mechanism.skipped, mechanism.skipped_in_a_row
-    scalars = mechanism.scale, mechanism.share, mechanism.signal
+    options, layout, groups = mechanism.options, plan.layout, plan.groups
+    columns, count = len(options.betas), len(groups.bases)
     scaler = inputs.found_inf, inputs.grad_scale
     _launch(
         plan,
         scalar_passes.tune,
-        (waits, mechanism.frozen, *[t is None or t.data_ptr() % 16 for t in scaler]),
+        (with_u, mechanism.frozen, *[t is None or t.data_ptr() % 16 for t in scaler]),
         1,
         (
-            *(*mechanism.state, *scalars, mechanism.reference_square, mechanism.size, *counts),
-            *(plan.partials, plan.total, inputs.groups, len(plan.bases)),
-            *(plan.made, plan.rates, plan.verdict, *scaler, inputs.max_norm),
-            *(plan.table, inputs.grads, len(plan.entries), plan.biases),
+            *(mechanism.scalars.packed, mechanism.counts.packed),
+            *(layout.partials, layout.total, inputs.groups, count),
+            *(groups.coefficients, groups.rates, plan.verdict, *scaler, inputs.max_norm),
+            *(layout.table, inputs.grads, len(layout.entries), plan.biases),
         ),
         (
-            *(write_rule(options, frozen=mechanism.frozen), size, triton.next_power_of_2(size)),
-            *(triton.next_power_of_2(len(plan.bases)), options.skip_nonfinite),
-            *(options.s_decay != 0, waits, bool(plan.steps)),
+            *(write_rule(options, frozen=mechanism.frozen), ROWS.index("share") * columns),
+            *(triton.next_power_of_2(columns), triton.next_power_of_2(count)),
+            *(options.skip_nonfinite, tuner.reads_x(options), with_u, bool(plan.counters.steps)),
         ),
         _MORE_WARPS,
     )
@@ -166,30 +172,34 @@ def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, waits: bool) -> No
 
 def update(plan: Plan, inputs: Inputs) -> None:
     """The step of a known base, and Mechanic's."""
-    for kind, first, programs, chunks, _ in plan.sections:
+    coefficients = plan.groups.coefficients
+    for kind, first, programs, chunks, _ in plan.layout.sections:
         types = _TYPES[kind.x], _TYPES[kind.grad], _TYPES[kind.delta], _TYPES[kind.slots]
-        base = kind.base.way, len(kind.base.slots)
         _launch(
             plan,
             passes.update,
             first,
-            programs * plan.parts,
-            (plan.table, inputs.grads, chunks, plan.made, plan.biases, plan.verdict),
-            (*base, kind.is_aligned, *types, plan.chunk, passes.BLOCK),
+            programs * (plan.layout.chunk // passes.BLOCK),
+            (plan.layout.table, inputs.grads, chunks, coefficients, plan.biases, plan.verdict),
+            (
+                *(kind.base.formula, len(kind.base.slots), kind.is_aligned),
+                *(*types, plan.layout.chunk, passes.BLOCK),
+            ),
             _WARPS,
         )
 
 
 def move(plan: Plan, inputs: Inputs) -> None:
-    """Mechanic's step, after the base's own."""
-    for kind, first, programs, chunks, _ in plan.sections:
+    """Mechanic's step, after the base's own on the copies."""
+    coefficients = plan.groups.coefficients
+    for kind, first, programs, chunks, _ in plan.layout.sections:
         copy = inputs.copies[kind.x]
         _launch(
             plan,
             passes.move,
             first,
-            programs * plan.parts,
-            (plan.table, inputs.grads, chunks, plan.made, plan.verdict, copy),
-            (kind.is_aligned, _TYPES[kind.x], _TYPES[kind.delta], plan.chunk, passes.BLOCK),
+            programs * (plan.layout.chunk // passes.BLOCK),
+            (plan.layout.table, inputs.grads, chunks, coefficients, plan.verdict, copy),
+            (kind.is_aligned, _TYPES[kind.x], _TYPES[kind.delta], plan.layout.chunk, passes.BLOCK),
             _WARPS,
         )

@@ -1,7 +1,7 @@
 """The kernels. Each works on all tensors of one kind in one launch.
 
 Where a tensor lies is a number in a table; a chunk of it is a row of `chunks`: the tensor's place
-in the table, and which chunk of it. `plan.py` makes both. Arithmetic is in float32 whatever the
+in the table, and which chunk of it. `layout.py` makes both. Arithmetic is in float32 whatever the
 tensors are, sums over chunks in float64, always in the same order.
 """
 
@@ -24,19 +24,24 @@ class _Column(tl.constexpr):
 # The columns of the table of tensors.
 X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE = map(_Column, range(8))
 COLUMNS = _Column(8)
-"""x, Δ and the base's state (addresses), elements, group, place in the copy of x"""
+"""The addresses of x, Δ, the base's two slots and its count of steps; the number of elements, the
+group, and the place in the copy of x"""
 
-# The columns of the table of groups, as they are typed.
+# The columns of the table of groups: their settings, as they are typed.
 LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(_Column, range(11))
-TYPED = _Column(11)
+SETTINGS = _Column(11)
 
-# The columns of what a step does to a group, which `tune` writes for the passes after it.
-GROW, MOVE, GAIN, FACTOR = map(_Column, range(4))
-OF_A, REST_A, OF_B, REST_B, OF_EPS, OF_DECAY, OF_BASE_LR = map(_Column, range(4, 11))
-MADE = _Column(11)
+# The columns of what a step does to a group, which `tune` writes for the passes after it: how the
+# parameters and the stored displacements are moved, and the settings that the base is run at.
+X_PER_STORED, X_PER_PROPOSAL, STORED_PER_PROPOSAL, FACTOR = map(_Column, range(4))
+USED_A, REST_A, USED_B, REST_B, USED_EPS, USED_DECAY, USED_BASE_LR = map(_Column, range(4, 11))
+COEFFICIENTS = _Column(11)
+
+# The counts, in the order of `mechanic.torch.counts.Counted`.
+STEPS, UPDATES, SKIPPED, SKIPPED_IN_A_ROW = map(_Column, range(4))
 
 # The sums, in the order in which `partials` holds them.
-DG, DD, GG, LIVE_GG, DX, XX, UU = map(_Column, range(7))
+DG, DD, ALL_GG, GG, DX, XX, UU = map(_Column, range(7))
 SUMS = 7
 
 
@@ -117,7 +122,7 @@ def _store(pointer, index, value, count, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _narrowed(point, place, turn, DTYPE: tl.constexpr, LATER: tl.constexpr):
+def _narrowed(point, place, step_number, DTYPE: tl.constexpr, LATER: tl.constexpr):
     """Round as `vectors.dither` does. What is rounded `LATER` is so at thresholds of its own."""
     if DTYPE == tl.float32:
         return point
@@ -132,7 +137,7 @@ def _narrowed(point, place, turn, DTYPE: tl.constexpr, LATER: tl.constexpr):
         exponent = tl.maximum(exponent, smallest)
         unit = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
         by_place = place.to(tl.uint32) * tl.full((), 0xC13FA9A9, tl.uint32)
-        by_turn = turn.to(tl.uint32) * tl.full((), 0x91E10DA5, tl.uint32)
+        by_turn = step_number.to(tl.uint32) * tl.full((), 0x91E10DA5, tl.uint32)
         sequence = by_place + by_turn + tl.full((), 0x80000000 if LATER else 0, tl.uint32)
         threshold = (sequence >> 8).to(tl.float32) * (1.0 / (1 << 24))
         steps = point / unit
@@ -166,7 +171,7 @@ def sum_up(
 ):  # fmt: skip
     """⟨Δ, g⟩, ‖Δ‖², ‖g‖² of each chunk, the last also without groups at lr 0; ⟨Δ, x⟩ and ‖x‖² if
     `WITH_X`. A tensor whose gradient has no address takes part in ‖Δ‖² alone. An `address` that is
-    given goes before those in `grads`."""
+    given replaces those in `grads`."""
     program = tl.program_id(0)
     tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
@@ -193,93 +198,101 @@ def sum_up(
             )  # fmt: skip
             begin += BLOCK
 
-    typed = groups + tl.load(table + tensor * COLUMNS + GROUP) * TYPED
-    is_live = tl.load(typed + LR) != 0.0
+    settings = groups + tl.load(table + tensor * COLUMNS + GROUP) * SETTINGS
+    is_live = tl.load(settings + LR) != 0.0
     # no part in h at an lr of 0, but a NaN must still show
-    weight = tl.load(typed + SIGN) * tl.where(is_live, 1.0, 0.0)
+    weight = tl.load(settings + SIGN) * tl.where(is_live, 1.0, 0.0)
     partials += program
     tl.store(partials + DG * total, tl.sum(dg, 0).to(tl.float64) * weight)
     tl.store(partials + DD * total, tl.sum(dd, 0).to(tl.float64))
     square = tl.sum(gg, 0).to(tl.float64)
-    tl.store(partials + GG * total, square)
-    tl.store(partials + LIVE_GG * total, tl.where(is_live, square, 0.0))
+    tl.store(partials + ALL_GG * total, square)
+    tl.store(partials + GG * total, tl.where(is_live, square, 0.0))
     if WITH_X:
         tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)).to(tl.float64))
         tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)).to(tl.float64))
 
 
 @triton.jit
-def _propose(x, g, first, second, bias_1, bias_2, made, BASE: tl.constexpr):
-    """What a base adds to x at an lr of `OF_BASE_LR`, and its next state."""
-    decay, a, rest_a = tl.load(made + OF_DECAY), tl.load(made + OF_A), tl.load(made + REST_A)
-    b, rest_b = tl.load(made + OF_B), tl.load(made + REST_B)
+def _propose(x, g, first, second, bias_1, bias_2, coefficients, BASE: tl.constexpr):
+    """What a base adds to x at an lr of `USED_BASE_LR`, and its next state."""
+    decay, a, rest_a = (
+        tl.load(coefficients + USED_DECAY),
+        tl.load(coefficients + USED_A),
+        tl.load(coefficients + REST_A),
+    )
+    b, rest_b = tl.load(coefficients + USED_B), tl.load(coefficients + REST_B)
     if BASE == "adam" or BASE == "sgd" or BASE == "momentum" or BASE == "nesterov":
         g += decay * x
     if BASE == "adam" or BASE == "adamw":
         first += rest_a * (g - first)
         second = b * second + rest_b * g * g
-        way = bias_1 * first / (bias_2 * tl.sqrt(second) + tl.load(made + OF_EPS))
+        direction = bias_1 * first / (bias_2 * tl.sqrt(second) + tl.load(coefficients + USED_EPS))
         if BASE == "adamw":
-            way += decay * x
+            direction += decay * x
     elif BASE == "lion":
         mixed = a * first + rest_a * g
-        way = tl.where(mixed > 0, 1.0, 0.0) - tl.where(mixed < 0, 1.0, 0.0) + decay * x
+        direction = tl.where(mixed > 0, 1.0, 0.0) - tl.where(mixed < 0, 1.0, 0.0) + decay * x
         first = b * first + rest_b * g
     elif BASE == "sgd":
-        way = g
+        direction = g
     else:
         first = a * first + rest_b * g
-        way = first
+        direction = first
         if BASE == "nesterov":
-            way = g + a * first
-    return -tl.load(made + OF_BASE_LR) * way, first, second
+            direction = g + a * first
+    return -tl.load(coefficients + USED_BASE_LR) * direction, first, second
 
 
 @triton.jit
 def _propose_block(
-    x, grad, first, second, index, count, bias_1, bias_2, made,
+    x, grad, first, second, index, count, bias_1, bias_2, coefficients,
     BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """x, what a base adds to it, and the base's next state."""
     point = _load(x, index, count, MASKED)
-    gradient = _load(grad, index, count, MASKED) * tl.load(made + FACTOR)
+    gradient = _load(grad, index, count, MASKED) * tl.load(coefficients + FACTOR)
     a, b = point, point
     if SLOTS > 0:
         a = _load(first, index, count, MASKED)
     if SLOTS > 1:
         b = _load(second, index, count, MASKED)
-    proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, made, BASE)
+    proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, coefficients, BASE)
     return point, proposal, a, b
 
 
 @triton.jit
-def _play(
-    x, delta, index, place, count, turn, made, gain, point, displacement, proposal,
+def _write_point(
+    x, delta, index, place, count, step_number, coefficients, gain, point, displacement, proposal,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the next point, and the displacement that goes with it."""
+    """Write the next point, and the displacement that belongs to it."""
     place += index
-    point += tl.load(made + GROW) * displacement + tl.load(made + MOVE) * proposal
-    point = _narrowed(point, place, turn, x.dtype.element_ty, False)
+    point += (
+        tl.load(coefficients + X_PER_STORED) * displacement
+        + tl.load(coefficients + X_PER_PROPOSAL) * proposal
+    )
+    point = _narrowed(point, place, step_number, x.dtype.element_ty, False)
     _store(x, index, point, count, MASKED)
     displacement += gain * proposal
-    displacement = _narrowed(displacement, place, turn, delta.dtype.element_ty, True)
+    displacement = _narrowed(displacement, place, step_number, delta.dtype.element_ty, True)
     _store(delta, index, displacement, count, MASKED)
 
 
 @triton.jit
 def _update_block(
-    x, grad, delta, first, second, index, place, count, turn, bias_1, bias_2, made,
+    x, grad, delta, first, second, index, place, count, step_number, bias_1, bias_2, coefficients,
     BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     displacement = _load(delta, index, count, MASKED)
     point, proposal, a, b = _propose_block(
-        x, grad, first, second, index, count, bias_1, bias_2, made, BASE, SLOTS, MASKED,
+        x, grad, first, second, index, count, bias_1, bias_2, coefficients, BASE, SLOTS, MASKED,
     )  # fmt: skip
-    gain = tl.load(made + GAIN)
+    gain = tl.load(coefficients + STORED_PER_PROPOSAL)
     if gain != 0.0:  # at an lr of 0 all stays as it is
-        _play(
-            x, delta, index, place, count, turn, made, gain, point, displacement, proposal, MASKED,
+        _write_point(
+            x, delta, index, place, count, step_number, coefficients, gain, point, displacement,
+            proposal, MASKED,
         )  # fmt: skip
     if SLOTS > 0:
         _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
@@ -289,56 +302,56 @@ def _update_block(
 
 @triton.jit
 def update(
-    table, grads, chunks, made, biases, verdict,
+    table, grads, chunks, coefficients, biases, verdict,
     BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, D_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The step of a known base and Mechanic's, in one."""
     # Everything is loaded before the first branch, so that one latency hides the others.
-    goes, turn = tl.load(verdict), tl.load(verdict + 1)
+    is_made, step_number = tl.load(verdict), tl.load(verdict + 1)
     tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     address = tl.load(grads + tensor)
     grad = _from(address, offset, G_TYPE, ALIGNED)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
     first, second = _slots(table, tensor, offset, delta, SLOTS, S_TYPE, ALIGNED)
-    made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
+    coefficients += tl.load(table + tensor * COLUMNS + GROUP) * COEFFICIENTS
     bias_1, bias_2 = tl.load(biases + 2 * tensor), tl.load(biases + 2 * tensor + 1)
-    if (goes == 0) | (count <= 0) | (address == 0):
+    if (is_made == 0) | (count <= 0) | (address == 0):
         return
     index = tl.arange(0, BLOCK)
     if count == BLOCK:
         _update_block(
-            x, grad, delta, first, second, index, offset, count, turn, bias_1, bias_2, made,
-            BASE, SLOTS, False,
+            x, grad, delta, first, second, index, offset, count, step_number, bias_1, bias_2,
+            coefficients, BASE, SLOTS, False,
         )  # fmt: skip
     else:
         _update_block(
-            x, grad, delta, first, second, index, offset, count, turn, bias_1, bias_2, made,
-            BASE, SLOTS, True,
+            x, grad, delta, first, second, index, offset, count, step_number, bias_1, bias_2,
+            coefficients, BASE, SLOTS, True,
         )  # fmt: skip
 
 
 @triton.jit
-def _is_needed(updates, risen, EXACT: tl.constexpr):
-    """Whether ‖u‖² is waited for: in the first steps, and when a learning rate has risen."""
-    return (tl.load(updates) < EXACT) | (tl.load(risen) != 0)
+def _is_needed(counts, has_risen, FIRST_STEPS: tl.constexpr):
+    """Whether ‖u‖² is measured: in the first steps, and when a learning rate has risen."""
+    return (tl.load(counts + UPDATES) < FIRST_STEPS) | (tl.load(has_risen) != 0)
 
 
 @triton.jit(do_not_specialize=["total"])
 def square_proposals(
-    table, grads, chunks, partials, total, groups, made, biases, updates, risen, copy,
-    BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, EXACT: tl.constexpr,
+    table, grads, chunks, partials, total, groups, coefficients, biases, counts, has_risen, copy,
+    BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, FIRST_STEPS: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """‖u‖² of each chunk, in the steps in which it is waited for: of what a known base is going to
-    propose, and where `BASE` is "any", of what it has added to x since the copy."""
+    """‖u‖² of each chunk, in the steps in which it is measured: of what a known base is going to
+    propose, and where `BASE` is "any", of what it has added to the copy of x."""
     program = tl.program_id(0)
     partials += UU * total + program
     tl.store(partials, 0.0)
-    if not _is_needed(updates, risen, EXACT):
+    if not _is_needed(counts, has_risen, FIRST_STEPS):
         return
     tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     address = tl.load(grads + tensor)
@@ -346,14 +359,14 @@ def square_proposals(
         return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     group = tl.load(table + tensor * COLUMNS + GROUP)
-    made += group * MADE
+    coefficients += group * COEFFICIENTS
     squares = tl.zeros((BLOCK,), tl.float32)
     if BASE == "any":
         copy = _in_copy(copy, table, tensor, offset)
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
-            proposal = _load(x, index, count, True) - _load(copy, index, count, True)
+            proposal = _load(copy, index, count, True) - _load(x, index, count, True)
             squares += proposal * proposal
             begin += BLOCK
     else:
@@ -364,20 +377,21 @@ def square_proposals(
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
             _, proposal, _, _ = _propose_block(
-                x, grad, first, second, index, count, bias_1, bias_2, made, BASE, SLOTS, True,
+                x, grad, first, second, index, count, bias_1, bias_2, coefficients,
+                BASE, SLOTS, True,
             )  # fmt: skip
             squares += tl.where(index < count, proposal * proposal, 0.0)
             begin += BLOCK
-    unit = tl.load(groups + group * TYPED + UNIT)
+    unit = tl.load(groups + group * SETTINGS + UNIT)
     tl.store(partials, tl.sum(squares, 0).to(tl.float64) * unit * unit)
 
 
 @triton.jit
-def keep(
+def copy_params(
     table, chunks, copy,
     ALIGNED: tl.constexpr, X_TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy x, before a base that runs by itself."""
+    """Copy x, for a base that runs by itself."""
     tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     copy = _in_copy(copy, table, tensor, offset)
@@ -390,38 +404,37 @@ def keep(
 
 @triton.jit
 def _move_block(
-    x, delta, copy, index, place, count, turn, made, MASKED: tl.constexpr,
+    x, delta, copy, index, place, count, step_number, coefficients, MASKED: tl.constexpr,
 ):  # fmt: skip
-    before = _load(copy, index, count, MASKED)
-    proposal = _load(x, index, count, MASKED) - before
+    point = _load(x, index, count, MASKED)
+    proposal = _load(copy, index, count, MASKED) - point
     displacement = _load(delta, index, count, MASKED)
-    gain = tl.load(made + GAIN)
-    if gain != 0.0:
-        _play(
-            x, delta, index, place, count, turn, made, gain, before, displacement, proposal, MASKED,
+    gain = tl.load(coefficients + STORED_PER_PROPOSAL)
+    if gain != 0.0:  # at an lr of 0 all stays as it is
+        _write_point(
+            x, delta, index, place, count, step_number, coefficients, gain, point, displacement,
+            proposal, MASKED,
         )  # fmt: skip
-    else:  # at an lr of 0 all is as it was
-        _store(x, index, before.to(x.dtype.element_ty), count, MASKED)
 
 
 @triton.jit
 def move(
-    table, grads, chunks, made, verdict, copy,
+    table, grads, chunks, coefficients, verdict, copy,
     ALIGNED: tl.constexpr, X_TYPE: tl.constexpr, D_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mechanic's step after any base's, which has moved x since the copy."""
-    goes, turn = tl.load(verdict), tl.load(verdict + 1)
+    """Mechanic's step after any base's, which has moved the copy of x."""
+    is_made, step_number = tl.load(verdict), tl.load(verdict + 1)
     tensor, offset, count = _find_block(chunks, table, tl.program_id(0), CHUNK, BLOCK)
     address = tl.load(grads + tensor)
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     delta = _at(table, tensor, DELTA, offset, D_TYPE, ALIGNED)
     copy = _in_copy(copy, table, tensor, offset)
-    made += tl.load(table + tensor * COLUMNS + GROUP) * MADE
-    if (goes == 0) | (count <= 0) | (address == 0):
+    coefficients += tl.load(table + tensor * COLUMNS + GROUP) * COEFFICIENTS
+    if (is_made == 0) | (count <= 0) | (address == 0):
         return
     index = tl.arange(0, BLOCK)
     if count == BLOCK:
-        _move_block(x, delta, copy, index, offset, count, turn, made, False)
+        _move_block(x, delta, copy, index, offset, count, step_number, coefficients, False)
     else:
-        _move_block(x, delta, copy, index, offset, count, turn, made, True)
+        _move_block(x, delta, copy, index, offset, count, step_number, coefficients, True)

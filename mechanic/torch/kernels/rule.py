@@ -1,7 +1,9 @@
 """The tuner's rule as Triton code.
 
 `mechanic.tuner` works on the arrays of any library. Here it is given arrays that write down what is
-done to them, one line each, and those lines are the kernel's.
+done to them, one line each, and those lines are the kernel's. The loads and stores around them
+follow from the names of the numbers in `mechanic.torch.scalars`, so that a rule with another state
+needs no other kernel.
 """
 
 import functools
@@ -15,13 +17,15 @@ import triton.language as tl
 
 from mechanic import tuner
 from mechanic.options import Options
-from mechanic.torch.scalars import advance
+from mechanic.torch.scalars import ROWS, advance
 
-INPUTS = (*tuner.State._fields, "share", *tuner.Sums._fields, "takes_part")
+STEP_SUMS = ("dg", "dx", "gg", "xx", "dd", "uu")
+"""The sums that a step measures, in the order in which the kernel `tune` hands them over. The
+others are among the tuner's numbers."""
 
 
 class _Written:
-    """A number, or one a β, of the kernel that is being written."""
+    """A number, or one number for each β, of the kernel that is being written."""
 
     def __init__(self, kernel: "_Kernel", name: str) -> None:
         self.kernel, self.name = kernel, name
@@ -74,6 +78,19 @@ class _Kernel:
         self.lines.append(f"    {name} = {expression}")
         return _Written(self, name)
 
+    def load(self, name: str) -> _Written:
+        """One of the tuner's numbers, from its row."""
+        row = f"packed + {ROWS.index(name) * self.count}"
+        if name in tuner.PER_BETA:
+            return self.write(f"tl.load({row} + lane, mask=lane < {self.count}, other=0.0)")
+        return self.write(f"tl.load({row})")
+
+    def store(self, name: str, value: Any) -> None:
+        """Write one of the tuner's numbers to its row; one that stands alone, to all columns."""
+        row = f"packed + {ROWS.index(name) * self.count}"
+        stored = f"tl.store({row} + lane, {self.text(value)}, mask=lane < {self.count})"
+        self.lines.append(f"    {stored}")
+
     def text(self, value: Any) -> str:
         if isinstance(value, _Written):
             return value.name
@@ -97,18 +114,41 @@ class _Kernel:
 
 @functools.cache
 def write_rule(options: Options, *, frozen: bool) -> Any:
-    """A Triton function from a tuner's state, share and sums, and whether it takes part in the
-    step, to the next state and share."""
+    """A Triton function that makes the tuner's step.
+
+    It is given the address of the tuner's numbers, the share of the stored displacements that Δ is,
+    the sums that the step has measured, and whether the tuner takes part in the step. It writes the
+    next numbers, and returns the scale, the share, and what a stored displacement is multiplied
+    with to be added to the parameters.
+    """
     kernel = _Kernel(len(options.betas))
-    given = {name: _Written(kernel, name) for name in INPUTS}
-    state = tuner.State(*(given[name] for name in tuner.State._fields))
-    sums = tuner.Sums(*(given[name] for name in tuner.Sums._fields))
-    state, share = advance(options, state, given["share"], sums, given["takes_part"], frozen=frozen)
-    results = ", ".join(kernel.text(value) for value in (*state, share))
-    head = f"@triton.jit\ndef rule({', '.join(INPUTS)}, lane):"
-    source = "\n".join([head, *kernel.lines, f"    return {results}", ""])
+    given = {name: _Written(kernel, name) for name in ("share", *STEP_SUMS, "takes_part")}
+    had = {name: kernel.load(name) for name in ROWS}
+    state = tuner.State(*(had[name] for name in tuner.State._fields))
+    measured = {name: given[name] for name in STEP_SUMS}
+    sums = tuner.Sums(**measured, x1=had["reference_square"], d=had["size"])
+    share, takes_part = given["share"], given["takes_part"]
+    state, next_share = advance(options, state, share, sums, takes_part, frozen=frozen)
+    scale = kernel.where(takes_part, state.s.sum(), had["scale"])
+    signal = kernel.where(takes_part, sums.dg, had["signal"])
+    x_per_stored: Any = scale * next_share - had["scale"] * share  # type: ignore[operator]
+    # Every warp has to have read the numbers before one of them writes.
+    kernel.lines.append("    tl.debug_barrier()")
+    for name, value in {
+        **state._asdict(),
+        "scale": scale,
+        "share": next_share,
+        "signal": signal,
+    }.items():
+        kernel.store(name, value)
+    return _compile(f"<the rule of {options}, {frozen=}>", kernel, scale, next_share, x_per_stored)
+
+
+def _compile(file: str, kernel: _Kernel, *results: _Written) -> Any:
+    head = f"@triton.jit\ndef rule(packed, share, {', '.join(STEP_SUMS)}, takes_part, lane):"
+    tail = f"    return {', '.join(value.name for value in results)}"
+    source = "\n".join([head, *kernel.lines, tail, ""])
     # Triton reads the source of a function, so it has to be found under the name of a file.
-    file = f"<the rule of {options}, {frozen=}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": __name__}
     exec(compile(source, file, "exec"), names)

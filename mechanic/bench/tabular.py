@@ -1,4 +1,4 @@
-"""Tables of numbers: scikit-learn's, LIBSVM's files, and how both are split and scaled."""
+"""Tabular data: scikit-learn's, LIBSVM's files, and how both are split and scaled."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-BUNDLED = ("iris", "wine", "breast_cancer", "digits8x8")  # scikit-learn carries them
-TEST_PART = 5  # one row in so many is held out where the data has no split
+BUNDLED = ("iris", "wine", "breast_cancer", "digits8x8")  # data that comes with scikit-learn
+TEST_PART = 5  # one row in five is held out if the data has no split
 
 
 class Split(NamedTuple):
@@ -22,21 +22,21 @@ class Split(NamedTuple):
 
 
 def bundled(name: str) -> tuple[Array, Array]:
-    """One of those that scikit-learn carries."""
+    """Data that comes with scikit-learn: features and labels."""
     from sklearn import datasets
 
     loaded = getattr(datasets, f"load_{name.removesuffix('8x8')}")()
     return loaded.data, loaded.target
 
 
-def libsvm(folder: Path, name: str) -> Path:
-    """Where the file would be; the scaled one goes before."""
+def libsvm_path(folder: Path, name: str) -> Path:
+    """The path of a LIBSVM file, whether it exists or not. The scaled file is preferred."""
     scaled = folder / f"{name}.scale"
     return scaled if scaled.is_file() else folder / name
 
 
 def read_libsvm(path: Path) -> Split:
-    """A file in LIBSVM's format, and the test rows in the file beside it that ends in `.t`."""
+    """Read a file in LIBSVM's format. A file beside it that ends in `.t` has the test rows."""
     from sklearn.datasets import load_svmlight_files
 
     test = path.with_name(path.name + ".t")
@@ -49,7 +49,7 @@ def read_libsvm(path: Path) -> Split:
 
 
 def divide(x: Array, y: Array) -> Split:
-    """Hold out the same part of every class; the rows come in a new order, the same each time."""
+    """Hold out the same part of every class. The rows are shuffled, in the same order each time."""
     random = np.random.default_rng(0)
     order = random.permutation(len(y))
     by_class = [order[y[order] == label] for label in np.unique(y)]
@@ -60,7 +60,8 @@ def divide(x: Array, y: Array) -> Split:
 
 
 def scaled(split: Split) -> Split:
-    """Features in [-1, 1] by their range in training, LIBSVM's `.scale`; constant ones are 0."""
+    """Scale features to [-1, 1] by their range in the train rows, as in LIBSVM's `.scale` files. A
+    constant feature becomes 0."""
     low, high = split.x_train.min(0).astype(np.float64), split.x_train.max(0).astype(np.float64)
     span = np.where(high > low, high - low, 1)
 

@@ -1,0 +1,170 @@
+"""Running the base: what it does to copies of the parameters is its proposal."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic.torch import closures, modes, skipping, vectors
+from mechanic.torch.call import Call
+from mechanic.torch.capture import is_capturing
+from mechanic.torch.copies import Copies, can_be_kept, moved, plain_copies, record_copies
+from mechanic.torch.flag import Flag
+from mechanic.torch.mechanism import CHECKS
+from mechanic.torch.rates import Rate, at_base_rates, is_proportional
+from mechanic.torch.twin import Twin, holds
+from mechanic.torch.vectors import Batch
+
+_SHARED = ("param_groups", "state", "defaults", "_mechanic")
+
+
+class Proposal(NamedTuple):
+    """What the base proposes: to move the parameters from `origin` to `points`."""
+
+    points: list[list[Tensor]]
+    """Where the base has put its parameters, for each batch"""
+    origin: list[list[Tensor]]
+    """Where it found them"""
+    result: Any
+    """What its step has returned"""
+    twin: Twin | None = None
+    """What the base was run on, for the optimizer to take over"""
+
+
+def is_familiar(call: Call) -> bool:
+    """Whether the base is known to touch nothing but the parameters in its groups and its state."""
+    return call.is_of_torch or is_proportional(call.base_step)
+
+
+def steps_in_place(call: Call) -> bool:
+    """Whether the base has to be run on the parameters themselves: in compiled code, which writes
+    last, where it evaluates a closure again or differentiates once more, and where it knows the
+    parameters by other ways than its groups."""
+    if torch.compiler.is_compiling() or call.evaluates_again:
+        return True
+    if is_familiar(call):
+        return False
+    mechanism, params = call.mechanism, _params_of(call.optimizer)
+    if not mechanism.steps_in_place and mechanism.checks_left == CHECKS:
+        own = {n: v for n, v in vars(call.optimizer).items() if n not in _SHARED}
+        mechanism.steps_in_place = holds(own, params)
+    return mechanism.steps_in_place or any(
+        param.grad is not None and param.grad.requires_grad for param in params
+    )
+
+
+def _params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def copy_params(call: Call, batches: list[Batch], *, is_recorded: bool) -> Copies:
+    """The copies that the base is to step, or from which the parameters are put back."""
+    if steps_in_place(call) or _overlap(batches):
+        return plain_copies(batches)
+    if is_recorded or not is_familiar(call) or not can_be_kept(batches):
+        return record_copies(batches)
+    return call.mechanism.copies.fill(batches)
+
+
+def _overlap(batches: list[Batch]) -> bool:
+    """Whether two parameters are one and the same memory."""
+    params = [p for b in batches if b.device.type != "meta" for p in b.params if p.numel()]
+    if torch.compiler.is_compiling():
+        return False
+    return len({(param.device, param.data_ptr()) for param in params}) < len(params)
+
+
+def propose(
+    call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
+) -> Proposal:
+    """Run the base. The parameters are then where they were before, whatever has happened.
+
+    Where only the device knows whether the gradients are `finite`, the base skips its step by
+    itself if they are not.
+    """
+    run = _propose_on_twin if copies.stand_ins else _propose_in_place
+    return run(call, batches, copies, rates, finite)
+
+
+def _propose_on_twin(
+    call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
+) -> Proposal:
+    origin = [batch.params for batch in batches]
+    if modes.has_modes(type(call.optimizer)):
+        origin = modes.show_own_point(call.mechanism.scalars.read(), batches, copies.points)
+    twin = Twin(call.optimizer, copies.stand_ins)
+    twin.prepare(call.optimizer, rates)
+    before = None if is_familiar(call) else _look_out(call, batches)
+    try:
+        with skipping.by_base(twin.optimizer, copies.stand_ins.values(), finite):
+            result = call.run_base(twin.optimizer)
+        points = copies.points if copies.are_kept else moved(copies, batches)
+        if before is not None:
+            points = _points_found(call, batches, points, before, keeps=twin.keeps_stand_ins())
+    finally:
+        if before is not None:
+            _put_back(batches, before)
+    return Proposal(points, origin, result, twin)
+
+
+def _look_out(call: Call, batches: list[Batch]) -> list[list[Tensor]] | None:
+    """In the first steps of a base that nothing is known of, copies of the parameters, to see
+    whether it writes to these themselves."""
+    mechanism = call.mechanism
+    if mechanism.checks_left == 0 or mechanism.home.type == "meta" or is_capturing(mechanism.home):
+        return None
+    mechanism.checks_left -= 1
+    return plain_copies(batches).points
+
+
+def _points_found(
+    call: Call,
+    batches: list[Batch],
+    points: list[list[Tensor]],
+    before: list[list[Tensor]],
+    *,
+    keeps: bool,
+) -> list[list[Tensor]]:
+    """Where the base has put its parameters. One that has written to the parameters themselves, or
+    has kept stand-ins for later, is run in place from now on."""
+    found = []
+    for batch, own_points, had in zip(batches, points, before, strict=True):
+        rows = list(zip(own_points, batch.params, had, strict=True))
+        is_written = [not torch.equal(param, old) for _, param, old in rows]
+        keeps = keeps or any(is_written)
+        chosen = zip(rows, is_written, strict=True)
+        found.append([param.clone() if new else own for (own, param, _), new in chosen])
+    call.mechanism.steps_in_place = keeps
+    return found
+
+
+def _propose_in_place(
+    call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
+) -> Proposal:
+    optimizer = call.optimizer
+    origin = [batch.params for batch in batches]
+    try:
+        if modes.has_modes(type(optimizer)):
+            origin = modes.show_own_point(call.mechanism.scalars.read(), batches, origin)
+        with (
+            at_base_rates(optimizer, rates),
+            skipping.undoing(optimizer, batches, copies.points, finite),
+            closures.undoing(optimizer),
+        ):
+            result = call.run_base(optimizer)
+        points = [[param.detach().clone() for param in batch.params] for batch in batches]
+    finally:
+        _put_back(batches, copies.points)
+    return Proposal(points, origin, result)
+
+
+def _put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
+    """Put the parameters back, also where that is interrupted."""
+    if torch.compiler.is_compiling():
+        vectors.put_back(batches, before)
+        return
+    try:
+        vectors.put_back(batches, before)
+    except BaseException:
+        vectors.put_back(batches, before)
+        raise

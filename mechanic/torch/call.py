@@ -1,0 +1,36 @@
+"""A call of `optimizer.step`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.optim import LBFGS
+
+from mechanic.torch.mechanism import Mechanism
+
+
+class Call(NamedTuple):
+    """A call of a mechanized optimizer's `step`; its closure, if it has one, was evaluated."""
+
+    optimizer: Any
+    mechanism: Mechanism
+    base_step: Callable[..., Any]
+    """The step of the base, without the hooks that torch wraps around it"""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Any = None
+    """What the closure has returned"""
+    has_closure: bool = False
+
+    def run_base(self, optimizer: Any) -> Any:
+        """Run the base's step on an optimizer: this one, or a twin of it."""
+        return self.base_step(optimizer, *self.args, **self.kwargs)
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether the base's step is one of torch's own."""
+        return self.base_step.__module__.startswith("torch.optim.")
+
+    @property
+    def evaluates_again(self) -> bool:
+        """Whether the base may evaluate its closure more than once, at points of its own."""
+        return isinstance(self.optimizer, LBFGS) or (self.has_closure and not self.is_of_torch)

@@ -1,0 +1,140 @@
+"""Whether the kernels can make a step, and with which plan. Nothing here needs Triton."""
+
+import functools
+import importlib.util
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic import tuner
+from mechanic.torch.base import steps_in_place
+from mechanic.torch.call import Call
+from mechanic.torch.capture import is_capturing
+from mechanic.torch.kernels.listen import listen
+from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.modes import has_modes
+
+if TYPE_CHECKING:
+    from mechanic.torch.kernels.arrivals import Arrivals
+    from mechanic.torch.kernels.plan import Plan
+
+DEVICES = ("cuda",)
+"""Where the kernels run. Triton's interpreter would run them on a CPU, for tests."""
+
+
+class Found(NamedTuple):
+    """A plan for a step, and where its gradients lie."""
+
+    plan: "Plan"
+    addresses: list[int]
+    has_arrived: bool
+    """Whether the gradients are those that were noted when they arrived"""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def works_on(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and run: Triton wants a C compiler and a GPU it knows."""
+    from mechanic.torch.kernels import launch
+
+    try:
+        launch.try_out(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever it is, the plain path is there
+        warnings.warn(
+            f"mechanic: Triton does not work here ({error!r}), so that steps on {device} take the "
+            "slower path of torch's own operators.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def find_plan(call: Call) -> Found | None:
+    """How the kernels make this step; None where they cannot."""
+    optimizer, mechanism, cache = call.optimizer, call.mechanism, call.mechanism.kernels
+    if mechanism.home.type not in DEVICES or torch.compiler.is_compiling() or not has_triton():
+        return None
+    captures = is_capturing(mechanism.home)
+    if cache.plan is None and (captures or not works_on(mechanism.home)):
+        return None
+    from mechanic.torch.kernels import known, plan
+
+    bases = known.find(optimizer, call.base_step)
+    if not _is_for_kernels(call, is_known=bases is not None):
+        return None
+    had: Plan | None = cache.plan
+    if had is not None and had.groups.bases == (bases or [known.ANY] * len(optimizer.param_groups)):
+        found = _find_gradients(optimizer, had, None if captures else _trusted(optimizer, cache))
+        if found is not None:
+            return found
+    if captures:
+        return None  # there is nothing to make a plan with; the plain path is captured
+    cache.drop_plan()
+    listen(optimizer, mechanism)
+    is_arriving = _sums_as_they_arrive(optimizer, mechanism)
+    cache.plan = made = plan.make(optimizer, bases, is_arriving=is_arriving)
+    if made is None or made.device != mechanism.home:
+        return None
+    if is_arriving:
+        from mechanic.torch.kernels.arrivals import Arrivals
+
+        cache.arrivals = Arrivals(made)
+    return _find_gradients(optimizer, made, None)
+
+
+def _is_for_kernels(call: Call, *, is_known: bool) -> bool:
+    optimizer, options = call.optimizer, call.mechanism.options
+    return not (
+        call.mechanism.find_ranks(optimizer) is not None
+        or tuner.RULES[options.preset].decays_after_base
+        or optimizer.defaults.get("differentiable")
+        or (options.max_grad_norm < math.inf and not is_known)
+        or has_modes(type(optimizer))
+        or steps_in_place(call)
+    )
+
+
+def _find_gradients(optimizer: Any, plan: "Plan", arrivals: "Arrivals | None") -> Found | None:
+    """Where the gradients lie; None if the plan does not hold any more. This is asked before
+    anything is launched, and made to be fast."""
+    if not plan.placement.holds_for_sums(optimizer):
+        return None
+    grads: list[Tensor | None] = [param.grad for param in plan.placement.params]
+    arrived = None if arrivals is None else arrivals.addresses(grads)
+    if arrived is not None:
+        return Found(plan, arrived, has_arrived=True)
+    addresses = plan.gradients.find(grads)
+    if addresses is None or not any(addresses):
+        return None
+    return Found(plan, addresses, has_arrived=False)
+
+
+def _trusted(optimizer: Any, cache: Any) -> "Arrivals | None":
+    """What has arrived, where it is certain that no one has changed it unseen. GradScaler does: it
+    unscales for bases that do not unscale by themselves, or when it is told to."""
+    is_unscaled = getattr(optimizer, "grad_scale", optimizer) is None  # GradScaler.step says so
+    if is_unscaled or not _unscales_by_itself(optimizer):
+        return None
+    arrivals: Arrivals | None = cache.arrivals
+    return arrivals
+
+
+def _sums_as_they_arrive(optimizer: Any, mechanism: Mechanism) -> bool:
+    options = mechanism.options
+    x_may_change = tuner.reads_x(options)  # between backward and the step
+    return options.sums_in_backward and not x_may_change and _unscales_by_itself(optimizer)
+
+
+def _unscales_by_itself(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,178 @@
+"""The step of `mechanic.torch.plain` with the kernels, on a GPU: the same result in a few launches.
+
+Triton is imported only where a plan was found.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mechanic import tuner
+from mechanic.torch import skipping
+from mechanic.torch.base import is_familiar
+from mechanic.torch.call import Call
+from mechanic.torch.capture import is_capturing
+from mechanic.torch.flag import Flag
+from mechanic.torch.history import StepRates
+from mechanic.torch.kernels.dispatch import Found, find_plan
+from mechanic.torch.rates import EFFECTIVE_LR, is_proportional
+
+if TYPE_CHECKING:
+    from mechanic.torch.kernels.copies import Copies
+    from mechanic.torch.kernels.launch import Inputs
+    from mechanic.torch.kernels.plan import Plan
+
+
+class Begun(NamedTuple):
+    """A step that has begun: its sums are being taken."""
+
+    plan: "Plan"
+    addresses: list[int]
+    inputs: "Inputs"
+    rates: StepRates
+
+
+def begin(call: Call) -> Begun | None:
+    """Launch the sums, which change nothing, and look at the rest while they run; None where the
+    step is left to the plain path."""
+    for _ in range(2):  # with the plan that there is, and with a new one
+        found = find_plan(call)
+        if found is None:
+            return None
+        begun = _launch_sums(call, found)
+        if begun is not None:
+            return begun
+        call.mechanism.kernels.drop_plan()
+    return None
+
+
+def _launch_sums(call: Call, found: Found) -> Begun | None:
+    """Launch the sums; None if something is not where the plan says."""
+    from mechanic.torch.kernels import launch
+
+    mechanism, plan = call.mechanism, found.plan
+    rates = _look_at_rates(call, plan)
+    captured: list[Any] | None = None
+    if is_capturing(mechanism.home):
+        captured = mechanism.kernels.captured
+        captured += [plan, mechanism.scalars.packed, mechanism.counts.packed]
+        captured += mechanism.history.lrs
+    reads_x = tuner.reads_x(mechanism.options)
+    if reads_x and not plan.placement.holds(call.optimizer):
+        return None
+    with torch.no_grad(), plan.on_device():
+        inputs = _gather(call, plan, found.addresses, rates, captured)
+        sections, arrivals = plan.layout.sum_sections, mechanism.kernels.arrivals
+        if arrivals is not None:
+            sections = arrivals.take_unsummed(has_all=found.has_arrived)
+        launch.sum_up(plan, mechanism, inputs, sections)
+    if not reads_x and not plan.placement.holds(call.optimizer):
+        return None
+    return Begun(plan, found.addresses, inputs, rates)
+
+
+def _look_at_rates(call: Call, plan: "Plan") -> StepRates:
+    history = call.mechanism.history
+    rates = history.look(
+        call.optimizer,
+        proportional=is_proportional(call.base_step),
+        is_relative=call.mechanism.options.s_init == "relative",
+        half=plan.groups.half,
+    )
+    has_risen = rates.has_risen
+    if has_risen.device in (None, plan.device):
+        return rates
+    has_risen = has_risen.wait()  # the learning rates are tensors on the host
+    measures = rates.measures_update and (history.is_starting or has_risen.is_yes)
+    return rates._replace(has_risen=has_risen, measures_update=measures)
+
+
+def _gather(
+    call: Call,
+    plan: "Plan",
+    addresses: list[int],
+    rates: StepRates,
+    captured: list[Any] | None,
+) -> "Inputs":
+    from mechanic.torch.kernels.launch import Inputs
+
+    optimizer, groups = call.optimizer, plan.groups
+    return Inputs(
+        grads=plan.gradients.place(addresses, captured),
+        groups=groups.place(optimizer, rates.rates, addresses, captured),
+        grad_scale=getattr(optimizer, "grad_scale", None),
+        found_inf=getattr(optimizer, "found_inf", None),
+        max_norm=groups.max_norm(call.mechanism.options.max_grad_norm, captured),
+        has_risen=groups.place_flag(rates.has_risen),
+        copies={},
+    )
+
+
+def finish(call: Call, begun: Begun) -> Any:
+    """Make the step that has begun."""
+    mechanism, plan, rates = call.mechanism, begun.plan, begun.rates
+    with torch.no_grad(), plan.on_device():
+        copies = plan.copies
+        if copies is not None and not is_familiar(call):
+            copies = type(copies)(call.optimizer, plan.layout, is_kept=False)
+        result = _run_known(call, begun) if copies is None else _run_any(call, begun, copies)
+        torch.autograd.graph.increment_version(plan.placement.params)
+        mechanism.history.note(rates)
+        if any(not rate.live.is_no for rate in rates.rates):
+            mechanism.history.learn(Flag(plan.verdict))  # only the device knows whether it did
+        mechanism.counts.watch_device()
+        effective_lrs = plan.groups.effective_lrs
+        for group, rate in zip(call.optimizer.param_groups, effective_lrs, strict=True):
+            group[EFFECTIVE_LR] = rate
+    return result
+
+
+def _run_known(call: Call, begun: Begun) -> Any:
+    """The step of a base that is computed together with Mechanic's."""
+    from mechanic.torch.kernels import launch
+
+    mechanism, plan, inputs = call.mechanism, begun.plan, begun.inputs
+    counters, with_u = plan.counters, begun.rates.measures_update
+    may_skip = mechanism.options.skip_nonfinite or inputs.found_inf is not None
+    is_asked = counters.is_on_host and may_skip
+    if counters.is_on_host:
+        counters.mirror()
+    if with_u:
+        launch.square_proposals(plan, mechanism, inputs)
+    launch.tune(plan, mechanism, inputs, with_u=with_u)
+    if is_asked:
+        plan.question.ask(plan.verdict[0])
+    launch.update(plan, inputs)
+    if counters.is_on_host and (not is_asked or plan.question.wait()):
+        counters.count(begun.addresses)
+    return call.loss
+
+
+def _run_any(call: Call, begun: Begun, copies: "Copies") -> Any:
+    """The step of a base that runs by itself, on copies of the parameters."""
+    from mechanic.torch.kernels import launch
+
+    mechanism, plan, inputs = call.mechanism, begun.plan, begun.inputs
+    dg = plan.layout.partials[: plan.layout.total].sum()
+    finite = skipping.is_finite(mechanism.options, dg, inputs.found_inf)
+    is_asked = not finite.is_known and not skipping.skips_by_itself(call)
+    if is_asked:
+        plan.question.ask(finite.on(plan.device))
+    with copies.allocated():
+        inputs = inputs._replace(copies=copies.memory)
+        launch.copy_params(plan, copies.memory)
+        if is_asked:
+            finite = Flag(plan.question.wait())  # while the copy is made
+        result, with_u = call.loss, begun.rates.measures_update and not finite.is_no
+        if not finite.is_no:
+            twin = copies.twin
+            twin.prepare(call.optimizer, begun.rates.rates)
+            with skipping.by_base(twin.optimizer, [], finite), torch.enable_grad():
+                result = call.run_base(twin.optimizer)
+            twin.take_over(call.optimizer)
+            copies.gather()
+        if with_u:
+            launch.square_proposals(plan, mechanism, inputs)
+        launch.tune(plan, mechanism, inputs, with_u=with_u)
+        launch.move(plan, inputs)
+    return result

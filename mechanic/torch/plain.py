@@ -1,0 +1,284 @@
+"""The step with torch's own operators, on any device: the plain path.
+
+    prepare → measure → decide → run the base → tune → move
+
+The base runs on copies of the parameters, and the tuner computes new numbers beside the old ones.
+Only the last part writes to what users see, and once it has begun it is finished.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic import tuner
+from mechanic.torch import base, closures, sharding, vectors
+from mechanic.torch.base import Proposal
+from mechanic.torch.call import Call
+from mechanic.torch.capture import is_capturing
+from mechanic.torch.commit import Values, commit
+from mechanic.torch.copies import Copies
+from mechanic.torch.flag import NO, Flag
+from mechanic.torch.measure import Parts, Ready, expected_size, measure, measure_proposal
+from mechanic.torch.mechanism import DISPLACEMENT
+from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates
+from mechanic.torch.scalars import Numbers, advance, pack
+from mechanic.torch.skipping import decide, is_finite, skips_by_itself
+from mechanic.torch.vectors import Batch, Coefficients
+
+
+def step(call: Call) -> Any:
+    """Run the base's step, and put the parameters where the tuner says."""
+    call.mechanism.kernels.drop_plan()  # its knowledge of the displacements ends with this step
+    ready = _prepare(call)
+    if ready is None:
+        return call.run_base(call.optimizer)
+    try:
+        parts, copies = _measure(call, ready)
+        if call.mechanism.process_group is not None:
+            ready = _agree(ready, parts)
+        finite = _decide(call, ready, parts)
+        if finite.is_no:
+            return _skip(call)
+        parts = _clip(ready, parts)
+        proposal = base.propose(call, ready.batches, copies, ready.rates.rates, finite)
+        numbers, by, takes_part = _tune(call, ready, parts, proposal, finite)
+        _move(call, ready, proposal, numbers, by, finite, takes_part)
+    except closures.NonFinite:
+        return _skip(call)
+    finally:
+        call.mechanism.copies.free()
+    return proposal.result
+
+
+def _is_recorded(call: Call) -> bool:
+    """Whether autograd records the step."""
+    return bool(call.optimizer.defaults.get("differentiable"))
+
+
+def _prepare(call: Call) -> Ready | None:
+    """Gather what takes part; None where nothing does. New parameters get a displacement of zero,
+    which `_move` makes part of the optimizer's state."""
+    optimizer, mechanism = call.optimizer, call.mechanism
+    ranks = mechanism.find_ranks(optimizer)
+
+    def displacement(param: Tensor) -> Tensor:
+        stored = optimizer.state.get(param, {}).get(DISPLACEMENT)
+        return vectors.new_displacement(param, mechanism.options) if stored is None else stored
+
+    with torch.set_grad_enabled(_is_recorded(call)):
+        batches = vectors.batches(
+            (
+                (index, param, param.grad, displacement(param))
+                for index, group in enumerate(optimizer.param_groups)
+                for param in group["params"]
+                if param.grad is not None
+            ),
+            counted=None if ranks is None else ranks.counted,
+        )
+    if not batches and ranks is None:
+        return None
+    _follow(call, batches)
+    rule = tuner.RULES[mechanism.options.preset]
+    rates = mechanism.history.look(
+        optimizer,
+        proportional=is_proportional(call.base_step) and not rule.decays_after_base,
+        is_relative=mechanism.options.s_init == "relative",
+    )
+    return Ready(mechanism.options, batches, rates, mechanism.scalars.read(), ranks)
+
+
+def _follow(call: Call, batches: list[Batch]) -> None:
+    """Take the tuner to where the parameters are."""
+    optimizer, mechanism = call.optimizer, call.mechanism
+    home = vectors.home_of([batch.device for batch in batches], optimizer.param_groups)
+    if home is None:  # this process holds no parameters
+        return
+    if is_capturing(home) and (
+        mechanism.home.type != "cuda"
+        or any(DISPLACEMENT not in optimizer.state.get(o, {}) for b in batches for o in b.owners)
+    ):
+        raise RuntimeError(
+            "the first step of a mechanized optimizer cannot be captured in a CUDA graph: it makes "
+            "the optimizer's state. Make a few steps first, at best ten, as torch advises for any "
+            "capture."
+        )
+    mechanism.to(home)
+
+
+def _measure(call: Call, ready: Ready) -> tuple[Parts, Copies]:
+    """Take the sums that need not wait for the base, and copy the parameters while the sums of
+    other processes are on their way."""
+    with torch.no_grad():
+        finish = sharding.begin_sums(ready.ranks, measure(call.optimizer, ready))
+    with torch.set_grad_enabled(_is_recorded(call)):
+        copies = base.copy_params(call, ready.batches, is_recorded=_is_recorded(call))
+    with torch.no_grad():
+        parts = Parts(*finish())
+    if ready.ranks is not None and (expected := expected_size(call.optimizer, ready.batches)):
+        sharding.check_size(int(parts.new_d), expected)
+    return parts, copies
+
+
+def _agree(ready: Ready, parts: Parts) -> Ready:
+    """Have all processes measure the update if one of them wants to."""
+    measures = bool(parts.measures_update)
+    rates = ready.rates._replace(measures_update=measures, has_risen=Flag(measures))
+    return ready._replace(rates=rates)
+
+
+def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
+    """Whether all gradients are finite, so that the step is made. Only where the base cannot skip
+    a step by itself does the host wait for the answer."""
+    found_inf: Any = parts.found_inf if hasattr(call.optimizer, "found_inf") else None
+    finite = is_finite(ready.options, parts.dg, found_inf)
+    if torch.compiler.is_compiling():
+        return finite
+    is_alike = call.mechanism.process_group is None  # the processes of a group need not be
+    is_left_to_base = is_alike and len(ready.batches) > 0 and skips_by_itself(call)
+    return finite if is_left_to_base else decide(finite)
+
+
+def _skip(call: Call) -> Any:
+    counts = call.mechanism.counts
+    commit([lambda: ([counts.packed], [counts.after(is_done=NO, learns=NO)])])
+    counts.watch(NO)
+    return call.loss
+
+
+def _clip(ready: Ready, parts: Parts) -> Parts:
+    """Clip the gradients to a norm, as `torch.nn.utils.clip_grad_norm_` does; the sums follow."""
+    if ready.options.max_grad_norm == math.inf:
+        return parts
+    with torch.no_grad():
+        norm = torch.as_tensor(parts.all_gg, device=ready.home).sqrt()
+        factor = (ready.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for batch in ready.batches:
+            vectors.clip(batch, factor)
+        square = factor**2
+        return parts._replace(
+            dg=parts.dg * factor, gg=parts.gg * square, all_gg=parts.all_gg * square
+        )
+
+
+def _tune(
+    call: Call, ready: Ready, parts: Parts, proposal: Proposal, finite: Flag
+) -> tuple[Numbers, Coefficients, Flag]:
+    """What the tuner knows after the step, how the parameters move, and whether the tuner has
+    learned from the step."""
+    mechanism, had = call.mechanism, ready.numbers
+    with torch.no_grad():
+        zero = torch.zeros_like(parts.dg)
+        sums = tuner.Sums(
+            dg=parts.dg,
+            dx=parts.dx,
+            gg=parts.gg,
+            xx=parts.xx,
+            x1=had.reference_square + parts.new_x1,
+            d=had.size + parts.new_d,
+            dd=parts.dd + zero,
+            uu=zero,
+        )
+        late = measure_proposal(ready, proposal, mechanism.counts.read().updates)
+        if late:
+            values = sharding.begin_sums(ready.ranks, tuple(late.values()))()
+            sums = sums._replace(**dict(zip(late, values, strict=True)))
+        takes_part = (Flag.of(parts.live > 0) & finite).to(ready.home)
+        if ready.ranks is not None and mechanism.history.is_starting:
+            # All processes have to know for how long sums are taken late.
+            takes_part = takes_part.wait()
+        first_share = _first_share(call, ready, finite)
+        state, scale, share, signal = had.state, had.scale, first_share, had.signal
+        if not takes_part.is_no:
+            state, share = advance(
+                *(ready.options, state, share, sums, takes_part.value), frozen=mechanism.frozen
+            )
+            scale = takes_part.choose(state.s.sum(), scale)
+            signal = takes_part.choose(sums.dg, signal)
+        numbers = Numbers(state, scale, share, signal, sums.x1, sums.d)
+        by = Coefficients(scale * share - had.scale * first_share, scale, 1 / share)
+    return numbers, by, takes_part
+
+
+def _first_share(call: Call, ready: Ready, finite: Flag) -> Tensor:
+    """The share of the stored displacements that Δ is before the step. Before the first update, the
+    unit of the proposals is chosen as the unit of what is stored, so that the stored numbers are
+    the same whatever the learning rate that is typed. Over a process group the unit stays 1: its
+    processes may have other rates."""
+    share = ready.numbers.share
+    live = [rate.unit for rate in ready.rates.rates if not rate.live.is_no]
+    is_over_group = call.mechanism.process_group is not None
+    if is_over_group or not call.mechanism.history.is_starting or not live:
+        return share
+    first = torch.ones_like(share) * as_factor(live[0], share)
+    is_first = Flag(call.mechanism.counts.read().updates == 0) & Flag(first > 0) & finite
+    return is_first.choose(first, share)
+
+
+def _move(
+    call: Call,
+    ready: Ready,
+    proposal: Proposal,
+    numbers: Numbers,
+    by: Coefficients,
+    finite: Flag,
+    takes_part: Flag,
+) -> None:
+    """Write what the step has come to: the tuner's numbers, the counts, and the parameters with
+    their displacements."""
+    optimizer, mechanism = call.optimizer, call.mechanism
+    with torch.no_grad():
+        counts = mechanism.counts
+        packed = [pack(numbers), counts.after(is_done=finite, learns=takes_part)]
+        writes: list[Callable[[], Values]] = []
+        step_number = counts.read().steps.clone()
+        rows = zip(ready.batches, proposal.points, proposal.origin, strict=True)
+        for batch, points, origin in rows:
+            rate = ready.rate_of(batch)
+            if not rate.live.is_no and not _is_recorded(call):
+                writes += vectors.moves(
+                    batch, points, origin, _of_group(by, rate).like(batch), step_number
+                )
+        writes.append(lambda: _finish(call, ready, proposal, packed))
+        commit(writes)
+    if _is_recorded(call):
+        _move_recorded(call, ready, proposal, by)
+    mechanism.history.note(ready.rates)
+    mechanism.history.learn(takes_part)
+    counts.watch(finite)
+    publish_rates(mechanism.scale, optimizer.param_groups)
+
+
+def _finish(call: Call, ready: Ready, proposal: Proposal, packed: list[Tensor]) -> Values:
+    """What is written last: the base's own changes to the optimizer, the displacements of new
+    parameters, and the tuner's numbers."""
+    optimizer, mechanism = call.optimizer, call.mechanism
+    if proposal.twin is not None:
+        proposal.twin.take_over(optimizer)
+    for batch in ready.batches:
+        for owner, displacement in zip(batch.owners, batch.stored, strict=True):
+            optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
+    return [mechanism.scalars.packed, mechanism.counts.packed], packed
+
+
+def _move_recorded(call: Call, ready: Ready, proposal: Proposal, by: Coefficients) -> None:
+    with torch.enable_grad():
+        for batch, points in zip(ready.batches, proposal.points, strict=True):
+            rate = ready.rate_of(batch)
+            if rate.live.is_no:
+                continue
+            stored = vectors.move_recorded(batch, points, _of_group(by, rate).like(batch))
+            for owner, displacement in zip(batch.owners, stored, strict=True):
+                call.optimizer.state[owner][DISPLACEMENT] = displacement
+
+
+def _of_group(by: Coefficients, rate: Rate) -> Coefficients:
+    """The coefficients of a group, in its unit. A tensor lr at 0 moves nothing."""
+    live, unit = rate.live, as_factor(rate.unit, by.x_per_stored)
+    return Coefficients(
+        live.choose(by.x_per_stored, 0.0),
+        live.choose(by.x_per_proposal * unit, 0.0),
+        live.choose(by.stored_per_proposal * unit, 0.0),
+    )
