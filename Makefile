@@ -15,11 +15,11 @@ bench: .venv/bench.stamp
 	$(BIN)/mechanic report
 
 test: check
-	$(BIN)/python -m pytest -n auto --dist loadgroup --doctest-modules
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules
 
 # The tests that take minutes as well.
 test-all: check
-	$(BIN)/python -m pytest -n auto --dist loadgroup --doctest-modules -m "nightly or not nightly"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules -m "nightly or not nightly"
 
 # Format, lint and types: the same here and in CI.
 check: .venv/dev.stamp

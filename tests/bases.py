@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from cases import case
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
@@ -137,6 +139,39 @@ BY_ID: dict[str, Base] = {base.id: base for base in BASES}
 def supporting(*flags: str) -> list[Base]:
     """The bases that take all of these flags."""
     return [base for base in BASES if base.flags.issuperset(flags)]
+
+
+# One of each kind. The tests at night (`make test-all`) run over its relatives too, and everywhere
+# over AdamW8bit, which is slow: by day it is there where its state is copied, saved or put back.
+KINDS = (
+    *("Adafactor", "Adagrad", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "Rprop", "SGD"),
+    *("SGD-momentum", "SparseAdam", "Lion", "ScheduleFree-AdamW"),
+)
+
+
+def by_kind(bases: Iterable[Base]) -> list[Any]:
+    """A case for each base."""
+    return [case(base, name=base.id, by_day=base.id in KINDS) for base in bases]
+
+
+every_base = pytest.mark.parametrize("base", by_kind(BASES))
+# Where one base stands for all of its kind: scale-free, momentum, signs, lr in the state.
+FEW = [BY_ID[name] for name in ("AdamW", "SGD-momentum", "Lion", "ASGD")]
+few_bases = pytest.mark.parametrize("base", FEW, ids=str)
+plain_bases = [b for b in BASES if not (b.needs_closure or b.sparse)]
+scheduled_bases = pytest.mark.parametrize("base", [BY_ID["AdamW"], BY_ID["SGD-momentum"]], ids=str)
+# Those that can be fused, fused and not
+PRESETS = [
+    case(
+        *(base, fused, preset),
+        name=f"{base.id}-{'fused' if fused else 'default'}-{preset}",
+        by_day=base.id in KINDS,
+    )
+    for base in supporting("fused")
+    for fused in (False, True)
+    for preset in ("default", "paper")
+    if preset == "default" or base in FEW
+]
 
 
 @functools.cache
@@ -285,9 +320,10 @@ def assert_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
 def start_of(opt: Optimizer) -> float:
     """The scale that a mechanized optimizer started from."""
     mechanism = opt._mechanic
-    zero = torch.zeros_like(mechanism.scale)
-    sums = rules.Sums(*[zero] * 8)._replace(x1=mechanism.reference_square, d=mechanism.size)
-    return float(rules.start(mechanism.options, mechanism.state, sums)[0])
+    numbers = mechanism.scalars.read()
+    zero = torch.zeros_like(numbers.scale)
+    sums = rules.Sums(*[zero] * 8)._replace(x1=numbers.reference_square, d=numbers.size)
+    return float(rules.start(mechanism.options, numbers.state, sums)[0])
 
 
 def assert_moved(opt: Optimizer, factor: float = 2.0) -> None:

@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from mechanic.torch import fast, mechanize
+from mechanic.torch import mechanize
+from mechanic.torch.kernels import dispatch
 
 CASES: list[tuple[Callable[[Any], Optimizer], torch.dtype, dict[str, Any]]] = [
     (lambda p: AdamW(p, lr=1.0, fused=True), torch.float32, {}),
@@ -78,7 +79,7 @@ def main() -> None:
         )
 
     triton.runtime.jit.JITFunction.run = compile_only
-    fast.DEVICES = ("cpu",)
+    dispatch.DEVICES = ("cpu",)
     for case, (make, dtype, options) in enumerate(CASES):  # noqa: B007 - compile_only reads it
         param = torch.nn.Parameter(torch.ones(64, dtype=dtype))
         optimizer = mechanize(make([param]), **options)

@@ -2,14 +2,34 @@
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mechanic.bench.data import Data
 
+collect_ignore = ["site"]  # of other processes
+
+# Each worker of pytest-xdist takes a whole file, and then the next one. With these first, which
+# take longest, the workers end together.
+FIRST = (
+    *("test_bench_run", "test_distributed", "test_run_examples", "test_run_adopt"),
+    *("test_run_process", "test_kernels", "test_bench_report", "test_handle", "test_quality"),
+)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many workers as cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 if not torch.cuda.is_available():  # Triton's interpreter runs the kernels; asked for at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +46,73 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     from bench_data import make_folder
 
     return make_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for each small tensor, where each program takes its time."""
+    if not torch.cuda.is_available():
+        from mechanic.torch.kernels import passes
+
+        monkeypatch.setattr(passes, "CHUNK", 1024)
+
+
+@pytest.fixture(scope="module")
+def quick_interpreter() -> Iterator[None]:
+    """For most of its time, Triton's interpreter prepares its language anew for each function that
+    a kernel calls, makes and compares shapes, looks up types, and looks for overflows of integers.
+    Here it does so once, or not at all."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    prepare, find_type = interpreter._patch_lang, interpreter._get_np_dtype
+    prepared: dict[int, Any] = {}
+    types: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
+    make_tensor, make_block = core.tensor.__init__, core.block_type.__init__
+
+    def prepare_once(function: Any) -> Any:
+        names = function.__globals__
+        if id(names) not in prepared:
+            prepared[id(names)] = prepare(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    def find_type_once(of: Any) -> Any:
+        if of.name not in types:
+            types[of.name] = find_type(of)
+        return types[of.name]
+
+    def make_tensor_of_known_shape(self: Any, handle: Any, kind: Any) -> None:
+        sizes = tuple(kind.shape.values) if kind.is_block() else ()
+        if sizes not in shapes:
+            make_tensor(self, handle, kind)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def make_known_block(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = vars(self)
+        self.__dict__.update(blocks[key], element_ty=element)
+
+    def is_same(self: Any, other: Any) -> Any:
+        sizes = [getattr(size, "value", size) for size in other]
+        return core.constexpr([getattr(size, "value", size) for size in self.values] == sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        unchecked = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
+        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(interpreter, "_get_np_dtype", find_type_once)
+        patch.setattr(core.tensor, "__init__", make_tensor_of_known_shape)
+        patch.setattr(core.block_type, "__init__", make_known_block)
+        patch.setattr(core.tuple, "__eq__", is_same)
+        yield
+    for scope in reversed(prepared.values()):
+        scope.restore()

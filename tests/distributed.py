@@ -18,6 +18,9 @@ from torch import distributed as dist
 
 PATIENCE = 120.0  # seconds: a process that has not answered by then never will
 
+# What takes seconds to import, and is imported once, by the process that all others are forked from
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+
 
 class Pool:
     """So many processes in one process group."""
@@ -53,7 +56,8 @@ class Pool:
         return f"it gave no answer in {PATIENCE} seconds", None
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         pairs = [context.Pipe() for _ in range(self.size)]

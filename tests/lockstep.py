@@ -14,33 +14,75 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import lion_pytorch
 import pytest
 import torch
+from comparing import DISPLACEMENT
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from mechanic.torch import fast, mechanize
+from mechanic.torch import mechanize
+from mechanic.torch.kernels import dispatch
 
 pytest.importorskip("triton")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS = 200 if ON_GPU else 20
-DISPLACEMENT = "mechanic_displacement"
 
 Make = Callable[[list[Any]], Optimizer]
+
+# What each file with tests of them has as its `pytestmark`
+on_kernels = [
+    pytest.mark.usefixtures("small_chunks", "quick_interpreter", "one_thread"),
+    # The interpreter computes with NumPy, which warns of what a GPU does in silence.
+    pytest.mark.filterwarnings(
+        "ignore:(invalid value|divide by zero|overflow) encount:RuntimeWarning"
+    ),
+]
+
+ONE = [(3, 5)]
+FEW = [(7,), (3, 5)]
+
+
+class Own(AdamW):
+    """A base that nobody knows: its step is its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+KNOWN: dict[str, Make] = {
+    "AdamW": lambda p: AdamW(p, lr=1.0, weight_decay=0.1),
+    "AdamW-fused": lambda p: AdamW(p, lr=1.0, weight_decay=0.1, betas=(0.8, 0.95), fused=True),
+    "Adam-maximize": lambda p: Adam(p, lr=0.5, weight_decay=0.01, maximize=True, fused=True),
+    "SGD": lambda p: SGD(p, lr=1.0, weight_decay=0.01),
+    "SGD-momentum": lambda p: SGD(p, lr=1.0, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD-nesterov": lambda p: SGD(p, lr=2.0, momentum=0.9, nesterov=True),
+    "Lion": lambda p: lion_pytorch.Lion(p, lr=1.0, betas=(0.3, 0.95), weight_decay=0.1),
+}
+if ON_GPU:
+    KNOWN["AdamW-capturable"] = lambda p: AdamW(p, lr=1.0, capturable=True)
+
+ANY: dict[str, Make] = {
+    "RMSprop": lambda p: RMSprop(p, lr=1.0),
+    "Adagrad-fused": lambda p: Adagrad(p, lr=1.0, fused=not ON_GPU),
+    "Own": lambda p: Own(p, lr=1.0, weight_decay=0.1, fused=True),
+}
+
+BASES = KNOWN | ANY
 
 
 @contextmanager
 def kernels(used: bool = True) -> Iterator[None]:
     """Let the dispatcher use the kernels here, or not."""
-    before = fast.DEVICES
-    fast.DEVICES = (DEVICE,) if used else ()
+    before = dispatch.DEVICES
+    dispatch.DEVICES = (DEVICE,) if used else ()
     try:
         yield
     finally:
-        fast.DEVICES = before
+        dispatch.DEVICES = before
 
 
 class Side:
@@ -65,11 +107,11 @@ class Side:
 
     def ran_kernels(self, *, known: bool) -> bool:
         """Whether the last step was made by the kernels: they note its number."""
-        plan = self.mechanism.plan
+        plan = self.mechanism.kernels.plan
         if plan is None or plan.is_known != known:
             return False
         done, turn = plan.verdict.tolist()
-        return bool(turn + done == int(self.mechanism.steps))
+        return bool(turn + done == int(self.mechanism.counts.read().steps))
 
 
 class Lock:
@@ -132,18 +174,18 @@ class Lock:
         scale = float(self.plain.mechanism.scale)
         moved = max(scale / self.first_scale, self.first_scale / scale)
         assert moved > factor, f"the scale moved by {moved:.3g} only"
-        one, two = self.plain.mechanism, self.fast.mechanism
+        options = self.plain.mechanism.options
+        for name in ("steps", "updates", "skipped", "skipped_in_a_row"):
+            counts = [getattr(side.mechanism.counts.read(), name) for side in self.sides]
+            assert int(counts[0]) == int(counts[1]), name
+        one, two = (side.mechanism.scalars.read() for side in self.sides)
         assert float(two.scale) == approx(scale, tolerance)
         assert float(two.share) == approx(float(one.share), tolerance)
-        for name in ("steps", "updates", "skipped", "skipped_in_a_row"):
-            assert int(getattr(one, name)) == int(getattr(two, name)), name
         for name, a, b in zip(one.state._fields, one.state, two.state, strict=True):
-            if name != "D" or one.options.s_init == "relative":  # else it is not used
+            if name != "D" or options.s_init == "relative":  # else it is not used
                 assert_near(a, b, tolerance * 10, name)  # of h, of which much may have cancelled
         # of h, of which the default keeps the largest as that of S·h
-        largest = (
-            one.state.r.max() / scale if one.options.preset == "default" else one.state.m.max()
-        )
+        largest = one.state.r.max() / scale if options.preset == "default" else one.state.m.max()
         assert abs(one.signal - two.signal) <= tolerance * 10 * largest
         assert_near(one.reference_square, two.reference_square, tolerance, "‖x₁‖²")
         for a, b in zip(*(side.optimizer.param_groups for side in self.sides), strict=True):
@@ -169,7 +211,7 @@ class Lock:
     def assert_known(self, known: bool = True) -> None:
         """The kernels made the last step, and computed the base's if it is known."""
         assert self.fast.ran_kernels(known=known)
-        assert not self.plain.mechanism.plan
+        assert not self.plain.mechanism.kernels.plan
         base = type(self.fast.optimizer)._base
         for side, expected in ((self.plain, 1), (self.fast, 0 if known else 1)):
             for param in side.params:
@@ -230,9 +272,8 @@ def bits(optimizer: Any) -> list[Tensor]:
     """Everything that a mechanized optimizer holds but for how many steps it skipped."""
     mechanism = optimizer._mechanic
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    counters = (mechanism.steps, mechanism.updates)
-    scalars = (mechanism.scale, mechanism.share, mechanism.signal)
-    found = [*mechanism.state, *scalars, *counters]
+    counted = mechanism.counts.read()
+    found = [mechanism.scalars.packed, counted.steps, counted.updates]
     found += [param.detach() for param in params]
     for param in params:
         state = optimizer.state.get(param, {})

@@ -19,12 +19,12 @@ from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
 from mechanic.bench.suites import convex, corpus, lm
 from mechanic.bench.suites.shared import classification
-from mechanic.bench.task import Problem, Setting, Task, cosine, half_decades, shuffled
+from mechanic.bench.task import BuildSettings, Problem, Task, cosine, half_decades, shuffled
 from mechanic.bench.train import DivergedError, train
 
 STORED = Path(__file__).with_name("quality.csv")
 SEEDS = (0, 1)
-GPT = lm.Size(layers=2, width=64, context=32, batch=16, steps=200, evaluated=64)
+GPT = lm.GptSize(layers=2, width=64, context=32, batch=16, steps=200, evaluated=64)
 MOST = 400_000  # characters of the Python manual
 
 
@@ -53,7 +53,7 @@ def rows() -> list[Row]:
     return [Row(task, base) for task in tasks for base in task.grids]
 
 
-def _perceptron(setting: Setting) -> Problem:
+def _perceptron(setting: BuildSettings) -> Problem:
     x, y, *test = (torch.from_numpy(array) for array in setting.data.tabular("digits8x8"))
     torch.manual_seed(setting.seed)
     model = nn.Sequential(nn.Linear(x.shape[1], 128), nn.ReLU(), nn.Linear(128, 10))
@@ -68,21 +68,21 @@ def _perceptron(setting: Setting) -> Problem:
     )
 
 
-def _gpt(setting: Setting) -> Problem:
+def _gpt(setting: BuildSettings) -> Problem:
     """The suite's, of another size."""
-    sizes, most = lm.SIZES["short"], corpus.MOST["short"]
-    lm.SIZES["short"], corpus.MOST["short"] = GPT, MOST
+    sizes, most = lm.SIZES["short"], corpus.MAX_CHARACTERS["short"]
+    lm.SIZES["short"], corpus.MAX_CHARACTERS["short"] = GPT, MOST
     try:
         return lm.tasks(setting.data)[0].build(setting)
     finally:
-        lm.SIZES["short"], corpus.MOST["short"] = sizes, most
+        lm.SIZES["short"], corpus.MAX_CHARACTERS["short"] = sizes, most
 
 
 def losses(row: Row, method: str, lr: float) -> list[tuple[float, float]]:
     """Before and after training, for each seed; infinite where it diverged."""
     found = []
     for seed in SEEDS:
-        setting = Setting("short", seed, torch.device("cpu"), Data())
+        setting = BuildSettings("short", seed, torch.device("cpu"), Data())
         try:
             outcome = train(row.task, METHODS[method], row.base, lr, setting)
             found.append((outcome.start_loss, outcome.metrics["train_loss"]))

@@ -1,8 +1,8 @@
 """Mechanic and seven base optimizers in float64 NumPy: what the library is compared against.
 
 Written from the texts (the paper's Algorithm 1 and 2, the readings that settle what the paper
-leaves open, the rule "G5" that is the default) and apart from `mechanic/`, as naively as they
-stand there: every vector is kept, Δ is summed, and x is made anew from x_ref at each step.
+leaves open, and `docs/algorithm.md` for the default rule) and apart from `mechanic/`, as naively
+as they stand there: every vector is kept, Δ is summed, and x is made anew from x_ref at each step.
 `run` is the whole trajectory; the rest are its parts, and two problems to run them on.
 
 A base maps (g, x, state, lr) to its update u, so that alone it would play x + u. `lr` may be a

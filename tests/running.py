@@ -9,6 +9,8 @@ from textwrap import dedent
 from typing import Any
 
 MECHANIC = [sys.executable, "-m", "mechanic"]
+SITE = Path(__file__).with_name("site")
+PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
 
 # A regression on data it makes itself; `train` prints every bit of where it ends.
 TRAINING = """
@@ -44,7 +46,7 @@ def bits(model):
 
 def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": PATH, **more}
 
 
 def write(folder: Path, body: str, *, name: str = "train.py", training: bool = True) -> Path:

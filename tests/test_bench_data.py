@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechanic.bench import cifar, tables
+from mechanic.bench import cifar, tabular
 from mechanic.bench.data import Data, MissingData, Split
 
 LOADER = """
@@ -81,7 +81,7 @@ def test_a_table_is_loaded_once() -> None:
 
 def test_a_split_is_the_same_each_time_and_in_no_order_of_classes() -> None:
     x, y = np.arange(200).reshape(100, 2), np.repeat(np.arange(4), 25)
-    first, again = tables.divide(x, y), tables.divide(x, y)
+    first, again = tabular.divide(x, y), tabular.divide(x, y)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert set(first.y_train[:20]) == {0, 1, 2, 3}
     assert sorted([*first.x_train[:, 0], *first.x_test[:, 0]]) == list(range(0, 200, 2))
@@ -89,7 +89,7 @@ def test_a_split_is_the_same_each_time_and_in_no_order_of_classes() -> None:
 
 def test_scaling_is_by_the_range_in_training() -> None:
     train, test = np.array([[0.0, 7], [10, 7]]), np.array([[20.0, 9]])
-    scaled = tables.scaled(Split(train, np.arange(2), test, np.arange(1)))
+    scaled = tabular.scaled(Split(train, np.arange(2), test, np.arange(1)))
     assert scaled.x_train.tolist() == [[-1, 0], [1, 0]]
     assert scaled.x_test.tolist() == [[3, 0]]
 
@@ -99,7 +99,7 @@ def test_digits_are_images_too() -> None:
     assert split.x_train.shape[1:] == (8, 8, 1)
     assert split.x_train.dtype == np.uint8
     assert split.x_train.max() == 255
-    assert len(Data().images("digits8x8", most=100).y_train) == 100
+    assert len(Data().images("digits8x8", limit=100).y_train) == 100
 
 
 def test_pythons_manual_is_the_embedded_corpus() -> None:
@@ -210,7 +210,7 @@ def test_cifar_pickles_whole_and_in_part(tmp_path: Path) -> None:
     # Red, green and blue are planes in the file, and channels here.
     assert split.x_train[0, 0, 0].tolist() == [1, 2, 3]
     assert split.x_train[3, 0, 0].tolist() == [101, 102, 103]
-    assert data.images("cifar10", most=2).x_train.shape == (2, 32, 32, 3)
+    assert data.images("cifar10", limit=2).x_train.shape == (2, 32, 32, 3)
     assert data.shards("cifar100") == 0
 
 
@@ -281,7 +281,7 @@ def test_some_shards_of_a_loaders_cifar(with_loader: Path) -> None:
     data = Data(with_loader)
     assert data.shards("cifar10") == 2
     assert data.images("cifar10").x_train[:, 0, 0, 0].tolist() == [2, 2, 2, 4, 4, 4]
-    assert data.images("cifar10", most=3).x_train[:, 0, 0, 0].tolist() == [2, 2, 2]
+    assert data.images("cifar10", limit=3).x_train[:, 0, 0, 0].tolist() == [2, 2, 2]
 
 
 # --- downloads

@@ -20,16 +20,14 @@ from mechanic.bench.report import words, write_report
 from mechanic.bench.report.look import choose_looks, percent, shade
 from mechanic.bench.report.markup import join, tag
 from mechanic.bench.report.panels import loss_panel, overall_panel, row_panels, sweep_panel
-from mechanic.bench.report.plotly import figure
+from mechanic.bench.report.plotly import figure_json
 from mechanic.bench.report.text import markdown, runs_csv
-from mechanic.bench.score import Comparison, Method, compare
+from mechanic.bench.score import Comparison, ScoredMethod, compare
 
 RUNS = everything()
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-
-pytestmark = pytest.mark.xdist_group("bench_report")  # which share one report
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +118,7 @@ def test_plots_carry_valid_json_that_no_name_can_leave() -> None:
     looks = looks_of(comparison)
     for row in comparison.rows:
         for panel in row_panels(row, looks):
-            text = figure(panel)
+            text = figure_json(panel)
             assert "<" not in text
             assert json.loads(text, parse_constant=pytest.fail)["data"]
 
@@ -167,7 +165,7 @@ def test_curves_of_lost_runs_do_not_break_the_plots() -> None:
     runs = [replace(one, curve=nan) if one.method == "prodigy" else one for one in runs]
     (comparison,) = compare(runs)
     for panel in row_panels(comparison.rows[0], looks_of(comparison)):
-        json.loads(figure(panel), parse_constant=pytest.fail)
+        json.loads(figure_json(panel), parse_constant=pytest.fail)
 
 
 def test_overall_chart_has_a_dot_a_row() -> None:
@@ -178,7 +176,10 @@ def test_overall_chart_has_a_dot_a_row() -> None:
 
 
 def test_looks_are_distinct_and_stay_the_same() -> None:
-    methods = [Method("mechanic", "mechanic"), *(Method(f"peer-{n}", "peer") for n in range(20))]
+    methods = [
+        ScoredMethod("mechanic", "mechanic"),
+        *(ScoredMethod(f"peer-{n}", "peer") for n in range(20)),
+    ]
     looks = choose_looks(methods, [methods[0]])
     assert len(set(looks.values())) == len(looks)
     assert choose_looks(methods[:5], [methods[0]]).items() <= looks.items()

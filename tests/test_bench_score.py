@@ -12,15 +12,15 @@ from mechanic.bench.noise import paired, t_quantile
 from mechanic.bench.record import Curve, Run
 from mechanic.bench.score import (
     Comparison,
-    Method,
     Result,
-    Row,
+    ScoredMethod,
+    ScoreRow,
     best_by_metric,
     compare,
     duels,
+    format_lr,
     highest_rate,
     ranks,
-    short,
     summarize,
 )
 
@@ -48,7 +48,7 @@ def only(runs: list[Run]) -> Comparison:
     return comparison
 
 
-def only_row(runs: list[Run]) -> Row:
+def only_row(runs: list[Run]) -> ScoreRow:
     (row,) = only(runs).rows
     return row
 
@@ -121,7 +121,7 @@ def test_a_run_that_claims_to_be_done_with_no_loss_is_not_believed(loss: float) 
 def test_a_lost_seed_counts_as_no_learning_and_ranks_last() -> None:
     runs = [*SWEEP, *ours([0.01, None]), *free("dog", [1.0, 1.0]), *free("prodigy", [0.2, 0.2])]
     row = only_row(runs)
-    result = row.result(Method("mechanic", "mechanic"))
+    result = row.result(ScoredMethod("mechanic", "mechanic"))
     assert result is not None
     assert (result.trouble, result.excess, result.counted) == ("diverged 1/2", None, 100)
     by_name = {method.name: rank for method, rank in ranks(row).items()}
@@ -145,7 +145,7 @@ def test_above_the_start_counts_as_no_learning() -> None:
 def test_without_a_whole_lr_the_row_is_left_out_and_says_why() -> None:
     comparison = only([*swept({0.1: [0.1, None], 1.0: [None, 0.1]}), *ours([0.1, 0.1])])
     assert comparison.scored == []
-    assert "all seeds" in comparison.rows[0].left_out
+    assert "every learning rate" in comparison.rows[0].left_out
     assert summarize(comparison) == []
 
 
@@ -220,7 +220,7 @@ def test_duels_count_each_kind() -> None:
     ):
         runs += [replace(r, task=task) for r in (*SWEEP, *ours(mine), *free("dog", theirs))]
     (duel,) = duels(only(runs))
-    assert (duel.better, duel.worse, duel.within, duel.untold) == (3, 2, 1, 1)
+    assert (duel.better, duel.worse, duel.within_noise, duel.undecided) == (3, 2, 1, 1)
 
 
 def test_summary_over_rows_that_were_run() -> None:
@@ -311,7 +311,7 @@ def test_highest_rate_is_that_of_the_schedule() -> None:
     ("lr", "text"), [(1.0, "1"), (1e-4, "1e-4"), (3e4, "3e4"), (0.001, "0.001"), (2.5e-5, "2.5e-5")]
 )
 def test_learning_rates_read_as_typed(lr: float, text: str) -> None:
-    assert short(lr) == text
+    assert format_lr(lr) == text
 
 
 losses = st.lists(st.floats(0.05, 0.9), min_size=3, max_size=3)

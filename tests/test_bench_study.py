@@ -46,7 +46,7 @@ class Trainer:
 def run_all(storage: RDBStorage, grid: Grid, trainer: Trainer, retry: bool = False) -> list:
     study = studies.open_study(storage, grid)
     studies.queue(study, grid, retry)
-    return list(studies.work(study, trainer, {"device": "test"}))
+    return list(studies.run_cells(study, trainer, {"device": "test"}))
 
 
 def test_every_cell_runs_once_and_is_read_back(storage):
@@ -146,16 +146,16 @@ def test_a_dead_process_gives_its_cell_back_a_living_one_keeps_it(storage):
     claim(storage, alive.pid)
     claim(storage, gone.pid, host="elsewhere")  # its pid says nothing here
     claim(storage, None)  # killed before it could say who it is: only time tells
-    studies.reap(study)
+    studies.release_lost(study)
     studies.queue(study, GRID)
     rest = Trainer()
-    assert len(list(studies.work(study, rest, {}))) == 1
+    assert len(list(studies.run_cells(study, rest, {}))) == 1
     assert rest.asked == GRID.cells[:1]
     assert studies.unfinished(study, GRID) == 3
     alive.communicate(b"\n")
-    studies.reap(study)
+    studies.release_lost(study)
     studies.queue(study, GRID)
-    assert len(list(studies.work(study, rest, {}))) == 1
+    assert len(list(studies.run_cells(study, rest, {}))) == 1
     assert rest.asked == GRID.cells[:2]
 
 
@@ -164,14 +164,14 @@ def test_no_sign_of_life_gives_the_cell_back(storage, monkeypatch):
     studies.queue(study, GRID)
     claim(storage, 1, host="elsewhere")
     claim(storage, None)
-    monkeypatch.setattr(studies, "_INTRODUCTION", -1)
+    monkeypatch.setattr(studies, "_CLAIM_TIME", -1)
     with storage.engine.connect() as connection:  # as if a minute had passed
         connection.exec_driver_sql("update trial_heartbeats set heartbeat = '2020-01-01 00:00:00'")
         connection.commit()
-    studies.reap(study)
+    studies.release_lost(study)
     studies.queue(study, GRID)
     rest = Trainer()
-    list(studies.work(study, rest, {}))
+    list(studies.run_cells(study, rest, {}))
     assert sorted(rest.asked) == GRID.cells
 
 
@@ -181,20 +181,20 @@ def test_a_cell_queued_twice_runs_once(storage):
     for lr, seed in GRID.cells:  # as two processes do that look at the same moment
         study.enqueue_trial({"lr": lr, "seed": seed}, user_attrs={"attempt": 0})
     trainer = Trainer()
-    list(studies.work(study, trainer, {}))
+    list(studies.run_cells(study, trainer, {}))
     assert trainer.asked == GRID.cells
     assert len(studies.load(storage)) == 4
 
 
-def test_a_buried_worker_is_a_failure_with_a_reason(storage):
+def test_a_dead_worker_is_a_failure_with_a_reason(storage):
     study = studies.open_study(storage, GRID)
     studies.queue(study, GRID)
     claim(storage, 12345678)
-    assert studies.bury(study, storage, 12345678, "the worker died of signal 9") == 1
-    assert studies.bury(study, storage, 12345678, "again") == 0
+    assert studies.fail_trials_of(study, storage, 12345678, "the worker died of signal 9") == 1
+    assert studies.fail_trials_of(study, storage, 12345678, "again") == 0
     studies.queue(study, GRID)
     rest = Trainer()
-    list(studies.work(study, rest, {}))
+    list(studies.run_cells(study, rest, {}))
     assert rest.asked == GRID.cells[1:]
     (failed,) = [run for run in studies.load(storage) if run.status == "failed"]
     assert failed.reason == "the worker died of signal 9"
@@ -218,15 +218,15 @@ def test_a_run_that_was_silent_for_too_long_is_left_to_the_others(storage):
             return super().__call__(lr, seed)
 
     sleeper = Sleeper()
-    ended = list(studies.work(study, sleeper, {}))
+    ended = list(studies.run_cells(study, sleeper, {}))
     assert [(end.lr, end.seed) for end in ended] == GRID.cells[1:]
     assert studies.unfinished(study, GRID) == 1
     studies.queue(study, GRID)
-    assert len(list(studies.work(study, sleeper, {}))) == 1
+    assert len(list(studies.run_cells(study, sleeper, {}))) == 1
     assert [run.status for run in studies.load(storage)] == ["done"] * 4
 
 
 def test_other_data_under_the_same_name_is_refused(storage):
     run_all(storage, GRID, Trainer())
-    with pytest.raises(ValueError, match="give other data another --storage"):
+    with pytest.raises(ValueError, match="use another --storage for this data"):
         studies.open_study(storage, replace(GRID, data="another"))

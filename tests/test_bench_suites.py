@@ -17,7 +17,7 @@ from mechanic.bench.data import Data
 from mechanic.bench.suites import SUITES, convex, corpus, finetune, mlm, vision
 from mechanic.bench.suites.residual import resnet18, wide_resnet
 from mechanic.bench.suites.translators import PAD, Attentive, Recurrent
-from mechanic.bench.task import Budget, Problem, Setting, Task, half_decades
+from mechanic.bench.task import Budget, BuildSettings, Problem, Task, half_decades
 
 VARIATIONS = ("scaling", "dropout")
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = Path(os.environ.get("MECHANIC_BENCH_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
-def setting(data: Data, seed: int = 0, budget: Budget = "smoke") -> Setting:
-    return Setting(budget, seed, CPU, data)
+def setting(data: Data, seed: int = 0, budget: Budget = "smoke") -> BuildSettings:
+    return BuildSettings(budget, seed, CPU, data)
 
 
 # --- every task
@@ -241,13 +241,13 @@ def test_crops_are_windows_of_the_image_half_of_them_mirrored() -> None:
 
 def test_masking_is_berts() -> None:
     windows = torch.randint(2, 1000, (200, 100), generator=torch.Generator().manual_seed(0))
-    masked = mlm._masked(windows, 1000, torch.Generator().manual_seed(1))
-    assert masked.places.shape == (200, 15)
-    assert torch.equal(windows.gather(1, masked.places), masked.words)
-    shown = masked.inputs.gather(1, masked.places)
+    masked = mlm._mask(windows, 1000, torch.Generator().manual_seed(1))
+    assert masked.positions.shape == (200, 15)
+    assert torch.equal(windows.gather(1, masked.positions), masked.words)
+    shown = masked.inputs.gather(1, masked.positions)
     assert (shown == corpus.MASK).double().mean().item() == pytest.approx(0.8, abs=0.03)
     assert (shown == masked.words).double().mean().item() == pytest.approx(0.1, abs=0.02)
-    restored = masked.inputs.scatter(1, masked.places, masked.words)
+    restored = masked.inputs.scatter(1, masked.positions, masked.words)
     assert torch.equal(restored, windows)
 
 

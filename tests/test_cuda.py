@@ -186,9 +186,9 @@ class Own(AdamW):
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have small gradients summed up as they arrive, too."""
-    from mechanic.torch.kernels import plan
+    from mechanic.torch.kernels import layout
 
-    monkeypatch.setattr(plan, "_LARGE", 16)
+    monkeypatch.setattr(layout, "_LARGE", 16)
 
 
 def make_weights() -> list[Parameter]:
@@ -204,10 +204,10 @@ def backward(weights: list[Parameter], goal: torch.Tensor) -> None:
 
 def run_kernels(optimizer: Any) -> bool:
     """Whether the last step was made by the kernels, with a known base; they note its number."""
-    plan = optimizer._mechanic.plan
+    plan = optimizer._mechanic.kernels.plan
     if plan is None or not plan.is_known:
         return False
-    return bool(plan.verdict.sum() == optimizer._mechanic.steps)
+    return bool(plan.verdict.sum() == optimizer._mechanic.counts.read().steps)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

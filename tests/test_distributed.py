@@ -4,7 +4,6 @@ in one."""
 import copy
 import functools
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -14,15 +13,15 @@ from pathlib import Path
 import lion_pytorch
 import pytest
 import torch
+from cases import case
 from distributed import Pool, batch, full, loss_of, make_model, spread
+from running import environment
 from torch import distributed as dist
 
 from mechanic.torch import mechanize, tuner
 
-# One pool of each size serves all tests: they go to one worker of pytest-xdist.
-pytestmark = pytest.mark.xdist_group("distributed")
-
-STEPS = 50
+STEPS, HALF = 20, 10
+LONG = 50
 
 # Float32 has 6e-8 to the last place. Sums in another order, over 50 steps and with the scale fed
 # back into the weights, came to 2.2e-6 in S and 8e-7 in the weights at most.
@@ -70,10 +69,10 @@ def assert_alike(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=WEIGHT_BOUND * float(b.abs().max()))
 
 
-def run_engine(rank, engine, base):
+def run_engine(rank, engine, base, steps):
     model, part, parts = spread(engine, make_model())
     optimizer = mechanize(BASES[base](model.parameters()))
-    train(model, optimizer, part, parts)
+    train(model, optimizer, part, parts, stop=steps)
     return result(model, optimizer)
 
 
@@ -90,12 +89,28 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("base", ["AdamW", "SGD", pytest.param("Lion", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("size", "engine"), ENGINES, ids=[f"{e}-{n}" for n, e in ENGINES])
-def test_all_ranks_train_as_one_process_does(pools, size, engine, base):
-    expected = alone(base)
+RUNS = [
+    *(("AdamW", engine, 2, STEPS) for engine in ("ddp", "fsdp", "tensor")),
+    *(("AdamW", engine, 4, STEPS) for engine in ("fsdp", "fsdp-tensor", "hybrid")),
+    *(("SGD", "beside", 2, STEPS), ("SGD", "tensor", 4, STEPS), ("Lion", "fsdp", 2, STEPS)),
+]
+LONG_RUNS = [(base, engine, size, LONG) for base in BASES for size, engine in ENGINES]
+
+
+@pytest.mark.parametrize(
+    ("base", "engine", "size", "steps"),
+    [
+        *(pytest.param(*run, id="{1}-{2}-{0}".format(*run)) for run in RUNS),
+        *(
+            pytest.param(*run, id="{1}-{2}-{0}-{3}".format(*run), marks=pytest.mark.nightly)
+            for run in LONG_RUNS
+        ),
+    ],
+)
+def test_all_ranks_train_as_one_process_does(pools, size, engine, base, steps):
+    expected = alone(base, steps)
     assert expected[1] > 50 * alone(base, 1)[1]  # the scale has moved
-    for found in pools[size].run(run_engine, engine, base):
+    for found in pools[size].run(run_engine, engine, base, steps):
         assert_alike(found, expected)
 
 
@@ -233,7 +248,7 @@ def run_fsdp1_that_ignores_a_layer(rank):
             dist.all_reduce(param.grad)
             param.grad /= 2
         optimizer.step()
-    return float(tuner(optimizer).scale), int(optimizer._mechanic.size)
+    return float(tuner(optimizer).scale), int(optimizer._mechanic.scalars.read().size)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -267,10 +282,17 @@ def run_fsdp1(rank, use_orig_params):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_with_its_group(pools, use_orig_params):
+@pytest.mark.parametrize(
+    ("use_orig_params", "size"),
+    [
+        case(own, size, name=f"{own}-{size}", by_day=size == 2)
+        for own in (True, False)
+        for size in (2, 4)
+    ],
+)
+def test_fsdp1_with_its_group(pools, use_orig_params, size):
     weights, scale = alone("AdamW")
-    for agrees, (found, found_scale) in pools[4].run(run_fsdp1, use_orig_params):
+    for agrees, (found, found_scale) in pools[size].run(run_fsdp1, use_orig_params):
         assert agrees
         assert found_scale == pytest.approx(scale, rel=SCALE_BOUND)
         if use_orig_params:
@@ -288,13 +310,13 @@ def run_zero(rank, folder):
     model = torch.nn.parallel.DistributedDataParallel(make_model())
     optimizer = mechanize(zero_optimizer(model))
     assert type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-    train(model, optimizer, rank, size, stop=25)
+    train(model, optimizer, rank, size, stop=HALF)
     optimizer.consolidate_state_dict(to=0)
     if rank == 0:
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(saved, Path(folder) / "zero.pt")
     scale = tuner(optimizer).scale.clone()
-    train(model, optimizer, rank, size, start=25)
+    train(model, optimizer, rank, size, start=HALF)
     went_on = result(model, optimizer)
 
     dist.barrier()
@@ -304,13 +326,13 @@ def run_zero(rank, folder):
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert torch.equal(tuner(resumed).scale, scale)
-    train(other, resumed, rank, size, start=25)
+    train(other, resumed, rank, size, start=HALF)
     # DDP adds up gradients in another order before it has rebuilt its buckets.
     assert_alike(result(other, resumed), went_on)
     return went_on
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, case(4, name="4", by_day=False)])
 def test_zero_redundancy_and_its_checkpoints(pools, tmp_path, size):
     for found in pools[size].run(run_zero, str(tmp_path)):
         assert_alike(found, alone("AdamW"))
@@ -524,10 +546,10 @@ def load(model, optimizer, folder, style):
 def save_and_go_on(rank, engine, base, folder, style):
     model, part, parts = spread(engine, make_model())
     optimizer = mechanize(BASES[base](model.parameters()))
-    train(model, optimizer, part, parts, stop=25)
+    train(model, optimizer, part, parts, stop=HALF)
     pending = save(model, optimizer, folder, style)
     scale = float(tuner(optimizer).scale)
-    train(model, optimizer, part, parts, start=25)  # while an asynchronous one is being written
+    train(model, optimizer, part, parts, start=HALF)  # while an asynchronous one is being written
     if pending is not None:
         pending.result()
     return scale, result(model, optimizer)
@@ -542,22 +564,23 @@ def resume(model, base, folder, style, part=0, parts=1):
     optimizer = mechanize(BASES[base](model.parameters()))
     load(model, optimizer, folder, style)
     scale = float(tuner(optimizer).scale)
-    train(model, optimizer, part, parts, start=25)
+    train(model, optimizer, part, parts, start=HALF)
     return scale, result(model, optimizer)
 
 
 MOVES = [
-    ("sharded", "AdamW", (2, "fsdp"), [(4, "fsdp"), (2, "tensor"), (1, "alone"), (2, "fsdp")]),
+    ("sharded", "AdamW", (2, "fsdp"), [(4, "fsdp"), (1, "alone"), (2, "fsdp")]),
     ("flat", "AdamW", (2, "fsdp"), [(4, "fsdp-tensor"), (1, "alone")]),
     ("full", "AdamW", (2, "fsdp"), [(4, "fsdp"), (1, "alone")]),
     ("async", "SGD", (2, "fsdp"), [(4, "hybrid"), (1, "alone")]),
-    ("sharded", "Lion", (4, "fsdp-tensor"), [(2, "fsdp"), (2, "ddp")]),
+    ("sharded", "Lion", (4, "fsdp-tensor"), [(2, "fsdp"), (2, "ddp"), (2, "tensor")]),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about its checkpoints
 @pytest.mark.parametrize(
-    ("style", "base", "origin", "targets"), MOVES, ids=[f"{m[0]}-{m[1]}" for m in MOVES]
+    ("style", "base", "origin", "targets"),
+    [case(*move, name=f"{move[0]}-{move[1]}", by_day=move[1] != "Lion") for move in MOVES],
 )
 def test_saved_at_one_world_size_and_loaded_at_another(
     pools, tmp_path, style, base, origin, targets
@@ -675,17 +698,11 @@ for step in range(40):
 def test_a_rank_that_dies_leaves_the_others_with_an_error(tmp_path, pools):
     folder = str(tmp_path / "checkpoint")
     script = DYING.format(tests=str(Path(__file__).parent), folder=folder)
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env={**common, "RANK": str(rank)},
+            env=environment(**common, RANK=str(rank)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

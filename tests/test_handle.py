@@ -11,25 +11,28 @@ import torch
 from bases import (
     BASES,
     BY_ID,
+    KINDS,
     SCHEDULERS,
     Base,
     Problem,
     advance,
     assert_equal,
     assert_moved,
+    by_kind,
     counted,
+    every_base,
     make_problem,
     take_step,
     train,
     values,
 )
+from cases import case
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic.torch import Tuner, mechanize, tuner
 from mechanic.tuner import State
 
-every_base = pytest.mark.parametrize("base", BASES, ids=str)
 OWN_KEYS = {"mechanic", "effective_lr"}
 
 
@@ -183,7 +186,7 @@ SAME = [BY_ID[name] for name in ("AdamW", "SGD-momentum", "Lion", "RMSprop", "NA
 FROZEN = [b for b in BASES if not (b.needs_closure or b.modes or b.id == "AdamW8bit")]
 
 
-@pytest.mark.parametrize("base", FROZEN, ids=str)
+@pytest.mark.parametrize("base", by_kind(FROZEN))
 def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> None:
     opt, problem = trained(base, dtype=torch.float64)
     handle = tuner(opt)
@@ -191,7 +194,7 @@ def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> No
     handle.freeze()
     assert handle.frozen
     scale = handle.scale.clone()
-    known = State(*(t.clone() for t in opt._mechanic.state))
+    known = State(*(t.clone() for t in opt._mechanic.scalars.read().state))
     twin = make_problem(base, dtype=torch.float64)
     for step in range(24, 46):
         before = values(problem.params)
@@ -204,12 +207,12 @@ def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> No
             expected = x + scale * (q.detach() - x)
             torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-11)
         assert torch.equal(handle.scale, scale)
-        state = opt._mechanic.state
+        state = opt._mechanic.scalars.read().state
         assert_equal(state._replace(D=known.D), known)  # but for D, which follows Δ
     assert int(handle.metrics()["steps"]) == 46
 
 
-@pytest.mark.parametrize("base", [b for b in BASES if b not in FROZEN or b in SAME], ids=str)
+@pytest.mark.parametrize("base", by_kind(b for b in BASES if b not in FROZEN or b in SAME))
 def test_unfrozen_the_tuner_goes_on(base: Base) -> None:
     opt, problem = trained(base)
     handle = tuner(opt)
@@ -269,7 +272,7 @@ def test_detach_gives_the_plain_optimizer_back(base: Base) -> None:
         tuner(opt)
 
 
-@pytest.mark.parametrize("base", [b for b in BASES if b.id != "AdamW8bit"], ids=str)
+@pytest.mark.parametrize("base", by_kind(b for b in BASES if b.id != "AdamW8bit"))
 def test_detached_it_steps_as_a_plain_optimizer_with_that_lr_and_state(base: Base) -> None:
     opt, problem = trained(base)
     before, scale = base_state(opt), float(tuner(opt).scale)
@@ -287,7 +290,7 @@ def test_detached_it_steps_as_a_plain_optimizer_with_that_lr_and_state(base: Bas
     assert_equal(problem.params, twin.params)
 
 
-@pytest.mark.parametrize("base", [*SAME, BY_ID["Rprop"], *(b for b in BASES if b.modes)], ids=str)
+@pytest.mark.parametrize("base", by_kind([*SAME, BY_ID["Rprop"], *(b for b in BASES if b.modes)]))
 def test_detached_it_goes_on_as_if_frozen(base: Base) -> None:
     frozen, one = trained(base, lr=0.75, dtype=torch.float64)
     detached, two = trained(base, lr=0.75, dtype=torch.float64)
@@ -301,7 +304,7 @@ def test_detached_it_goes_on_as_if_frozen(base: Base) -> None:
 @pytest.mark.parametrize(
     ("base", "lr"),
     [
-        pytest.param(base, lr, id=f"{base.id}-{lr}")
+        case(base, lr, name=f"{base.id}-{lr}", by_day=base.id in KINDS)
         for base in BASES
         for lr in ((1.0, 30.0) if base.lr_in_state else (1.0,))
         if not base.needs_closure
@@ -373,8 +376,14 @@ def test_hooks_outlive_a_detach() -> None:
     assert calls == ["pre", "post"] * 2
 
 
-@pytest.mark.parametrize(("early", "at"), [(True, 21), (False, 5)], ids=["early", "late"])
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize(
+    ("make", "early", "at"),
+    [
+        case(make, early, at, name=f"{name}-{'early' if early else 'late'}", by_day=i % 2 == early)
+        for i, (name, make) in enumerate(SCHEDULERS.items())
+        for early, at in ((True, 21), (False, 5))
+    ],
+)
 def test_detached_a_schedule_goes_on_in_its_shape(
     make: Callable[[Optimizer], Any], early: bool, at: int
 ) -> None:

@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from cases import case
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -17,7 +18,7 @@ from mechanic.torch import mechanize, tuner
 
 torch.set_num_threads(1)
 
-STEPS = 300
+STEPS, LONG = 100, 300
 BASES = {
     "adamw": torch.optim.AdamW,
     "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -41,7 +42,7 @@ def mlp():
 
 
 def train(
-    base, lr, *, make=linear, steps=300, cosine=False, loss_scale=1.0, group=None, s_decay=0.0
+    base, lr, *, make=linear, steps=STEPS, cosine=False, loss_scale=1.0, group=None, s_decay=0.0
 ):
     """The effective learning rate S·lr after every step, and the last parameters.
 
@@ -81,23 +82,46 @@ def at_one(base, **options):
     return train(base, 1.0, **options)
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e-4, 1e-2, 1e2, 1e4, 1e6])
-@pytest.mark.parametrize("base", ["adamw", "momentum"])
-def test_typed_lr(base, lr):
+LRS = (1e-6, 1e-4, 1e-2, 1e2, 1e4, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("base", "lr", "steps"),
+    [
+        *(case("adamw", lr, STEPS, name=f"adamw-{lr:g}") for lr in (1e-6, 1e-2, 1e4)),
+        *(case("momentum", lr, STEPS, name=f"momentum-{lr:g}") for lr in (1e-4, 1e2, 1e6)),
+        *(
+            case(base, lr, LONG, name=f"{base}-{lr:g}-long", by_day=False)
+            for base in ("adamw", "momentum")
+            for lr in LRS
+        ),
+    ],
+)
+def test_typed_lr(base, lr, steps):
     # A tenth of float32's rounding: the base must be shown the same numbers at every lr.
-    assert_same(train(base, lr), at_one(base), 1e-8)
+    assert_same(train(base, lr, steps=steps), at_one(base, steps=steps), 1e-8)
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e6])
-@pytest.mark.parametrize("base", ["adamw", "momentum"])
+def crossed(bases, lrs):
+    """Each base with one of the lrs, and at night with the other."""
+    return pytest.mark.parametrize(
+        ("base", "lr"),
+        [
+            case(base, lr, name=f"{base}-{lr:g}", by_day=i == j)
+            for i, base in enumerate(bases)
+            for j, lr in enumerate(lrs)
+        ],
+    )
+
+
+@crossed(["adamw", "momentum"], [1e-6, 1e6])
 def test_typed_lr_under_a_schedule(base, lr):
     expected = at_one(base, cosine=True)
     assert_same(train(base, lr, cosine=True), expected, 1e-8)
     assert not np.allclose(expected[0], at_one(base)[0], rtol=0.05)
 
 
-@pytest.mark.parametrize("lr", [1e-4, 1e4])
-@pytest.mark.parametrize("base", ["adamw", "momentum"])
+@crossed(["adamw", "momentum"], [1e4, 1e-4])
 def test_typed_lr_with_a_decay(base, lr):
     expected = at_one(base, s_decay=0.01)
     assert_same(train(base, lr, s_decay=0.01), expected, 1e-8)
@@ -131,13 +155,13 @@ ORDERS = {
 
 @functools.cache
 def in_order(base):
-    return train(base, 1.0, make=mlp, steps=150)
+    return train(base, 1.0, make=mlp, steps=STEPS)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("base", ["adamw", "momentum"])
 def test_order_of_parameters_and_groups(base, order):
-    trajectory = train(base, 1.0, make=mlp, steps=150, group=ORDERS[order])
+    trajectory = train(base, 1.0, make=mlp, steps=STEPS, group=ORDERS[order])
     assert_same(trajectory, in_order(base), 1e-9)
 
 
@@ -147,7 +171,7 @@ def test_lrs_of_groups_are_ratios(base):
         def group(params):
             return [{"params": params[:2], "lr": first}, {"params": params[2:], "lr": second}]
 
-        return train(base, 1.0, make=mlp, steps=150, group=group)
+        return train(base, 1.0, make=mlp, steps=STEPS, group=group)
 
     scales, params = train_at(2.0, 1.0)
     same_scales, same_params = train_at(2e-3, 1e-3)

@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 import quality
 import torch
+from cases import case
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
@@ -19,7 +20,7 @@ with quality.STORED.open() as _file:
 ROWS = {row.name: row for row in quality.rows()}
 # What each came to with START a few percent more or less, in % of what training gained, and 0.1 to
 # 0.3 more to allow for other machines. A change that raises one of these is a step back: it belongs
-# in docs/research.md, with the reason.
+# in docs/tried.md, with the reason.
 WORST = {
     "logistic-iris-sgd": 0.0,
     "logistic-iris-adamw": 0.1,
@@ -37,7 +38,13 @@ WORST = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+BY_DAY = (
+    *("logistic-iris-adamw", "logistic-breast_cancer-sgd", "logistic-digits8x8-lion"),
+    "perceptron-digits8x8-adamw",
+)
+
+
+@pytest.mark.parametrize("name", [case(n, name=n, by_day=n in BY_DAY) for n in ROWS])
 def test_the_excess_over_the_best_of_a_sweep(name: str) -> None:
     row = ROWS[name]
     if row.task.missing:
@@ -52,7 +59,7 @@ def test_every_row_is_stored() -> None:
     assert STORED.keys() == ROWS.keys() == WORST.keys()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [case(n, name=str(n), by_day=n == 0) for n in range(3)])
 def test_hard_batches_at_a_constant_lr_do_not_stop_it(seed: int) -> None:
     """With few examples a step one batch in fifty is hard, for ever."""
     torch.set_num_threads(1)

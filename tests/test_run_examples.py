@@ -1,4 +1,4 @@
-"""The scripts under examples/, which know nothing of this library, run and tuned by `mechanic run`.
+"""The scripts of examples/unmodified/, which do not import this library, under `mechanic run`.
 
 The bound is on the number that a script prints last, the loss over its training set: with the lr
 typed 100 times too small and 100 times too large for the best of a sweep, `mechanic run` ends
@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import pytest
-from run_examples import GRIDS, ROOT, sweep, tuned
-from running import Logged, call
+import run_examples
+from run_examples import GRIDS, SCRIPTS, script, sweep, tuned
+from running import PATH, Logged, call
 
 # Arguments with which a script takes some tens of steps, and the optimizers that it makes.
 QUICK = {
@@ -27,7 +28,6 @@ QUICK = {
     "gan": ("--epochs", "2"),
 }
 MADE = dict.fromkeys(QUICK, 1) | {"gan": 2}
-FAST = ("plain_loop", "gan")
 WEDGED = 1e-5  # an lr at which none of them would get anywhere
 
 FEW_PERCENT = 1.05
@@ -37,13 +37,22 @@ TIMES = re.compile(
 )
 
 
+@pytest.fixture(autouse=True)
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run_examples.ENVIRONMENT, "PYTHONPATH", PATH)
+
+
 def test_these_are_the_examples_that_know_nothing_of_the_library():
-    scripts = (ROOT / "examples").glob("*.py")
-    unknowing = {path.stem for path in scripts if "mechani" not in path.read_text().lower()}
-    assert unknowing == QUICK.keys() == GRIDS.keys()
+    scripts = list(SCRIPTS.glob("*.py"))
+    assert not [path.name for path in scripts if "mechani" in path.read_text().lower()]
+    assert {path.stem for path in scripts} == QUICK.keys() == GRIDS.keys()
 
 
-@pytest.mark.parametrize("name", QUICK)
+slow = pytest.mark.nightly
+BY_DAY = ("plain_loop", "gan", "lightning_module")  # and below a module that uses accelerate
+
+
+@pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=slow) for n in QUICK])
 def test_runs_unmodified_and_is_tuned(name: str, tmp_path: Path):
     run = call(tmp_path, "--log", "log", *arguments(name))
     assert run.returncode == 0, run.stderr
@@ -57,11 +66,8 @@ def test_runs_unmodified_and_is_tuned(name: str, tmp_path: Path):
         assert max(scales) > 2 * min(scales) > 0
 
 
-slow = pytest.mark.nightly  # their frameworks take seconds to import
-
-
 @pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(n, marks=slow) for n in QUICK if n not in FAST)]
+    "name", [n if n == "plain_loop" else pytest.param(n, marks=slow) for n in QUICK]
 )
 def test_watched_it_prints_what_it_prints_under_python(name: str, tmp_path: Path):
     plain = call(tmp_path, *arguments(name), python=True)
@@ -72,7 +78,7 @@ def test_watched_it_prints_what_it_prints_under_python(name: str, tmp_path: Path
 
 
 def arguments(name: str) -> tuple[str, ...]:
-    return (str(ROOT / "examples" / f"{name}.py"), *QUICK[name], "--lr", str(WEDGED))
+    return (script(name), *QUICK[name], "--lr", str(WEDGED))
 
 
 def lines(output: str) -> list[str]:
@@ -116,8 +122,9 @@ def outcome(name: str, grid: Sequence[float], seeds: Sequence[int], *more: str) 
 @pytest.mark.parametrize(
     ("name", "grid", "epochs"),
     [
-        ("plain_loop", [0.01, 0.03, 0.1], "3"),
-        pytest.param("grad_scaler", [0.03, 0.1, 0.3], "4", marks=pytest.mark.nightly),
+        ("plain_loop", [0.01, 0.03, 0.1], "1"),
+        pytest.param("plain_loop", [0.01, 0.03, 0.1], "3", marks=slow),
+        pytest.param("grad_scaler", [0.03, 0.1, 0.3], "4", marks=slow),
     ],
 )
 def test_a_wrong_lr_ends_near_the_best_of_a_sweep(name: str, grid: list[float], epochs: str):

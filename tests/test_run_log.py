@@ -16,10 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mechanic.cli import main
 from mechanic.run import advice, plot
 from mechanic.run.log import Log
-from mechanic.run.rows import Row
-from mechanic.run.spool import Track
-
-pytestmark = pytest.mark.xdist_group("run_log")  # which share one run
+from mechanic.run.rows import HistoryRow
+from mechanic.run.spool import History
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,8 @@ def test_the_history_has_every_step_with_what_was_learned(done: tuple[Path, str]
     for row in rows:
         assert row["effective_lr"] == pytest.approx([row["scale"] * lr for lr in row["lr"]])
         assert sum(row["scales"]) == pytest.approx(row["scale"])
-        assert len(row["wealth"]) == 1
-    assert max(rows[-1]["wealth"]) > 0
+        assert len(row["scales"]) == 1
+        assert "wealth" not in row
     assert rows[0]["lr"] == [1e-5, 1e-4]
     assert rows[100]["lr"][1] == pytest.approx(0.5e-4, rel=0.05)  # the schedule
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
@@ -73,8 +71,8 @@ def test_tensorboard_reads_the_events(done: tuple[Path, str]) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     tags = events.Tags()["scalars"]
-    expected = {"scale", "effective_lr/0", "effective_lr/1", "lr/0", "lr/1", "wealth/0.99"}
-    assert {f"AdamW/{tag}" for tag in expected} <= set(tags)
+    expected = {"scale", "effective_lr/0", "effective_lr/1", "lr/0", "lr/1", "skipped"}
+    assert {tag for tag in tags if tag.startswith("AdamW/")} == {f"AdamW/{t}" for t in expected}
     logged = [row["scale"] for row in Logged(folder).of("AdamW")]
     read = events.Scalars("AdamW/scale")
     assert [event.step for event in read] == list(range(1, 201))
@@ -124,6 +122,22 @@ def test_runs_are_drawn_together(
     assert x.steps == list(range(1, 201))
     assert 5 < len(y.steps) < 200
     assert y.scale == x.scale[: len(y.scale)]
+
+
+def test_an_old_log_is_drawn(tmp_path: Path) -> None:
+    """It has a column `wealth`, which logs no longer have."""
+    step = {
+        "optimizer": "SGD",
+        "effective_lr": [0.2],
+        "lr": [0.1],
+        "scales": [2.0],
+        "wealth": [3.0],
+    }
+    lines = [{"event": "start"}, *({**step, "step": n, "time": 0.0, "scale": 2.0} for n in (1, 2))]
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (curves,) = plot.load(tmp_path)
+    assert (curves.label, curves.steps, curves.scale) == ("SGD", [1, 2], [2.0, 2.0])
+    assert curves.groups() == [[0.2, 0.2]]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +226,13 @@ def test_the_supervisor_needs_no_torch(tmp_path: Path) -> None:
     assert run.stdout == "set()\n"
 
 
-def track(
+def make_history(
     scales: list[float], *, lr: float = 1.0, skipped: int = 0, cap: float = math.inf
-) -> Track:
-    made = Track("AdamW", 1, "AdamW", "tuned", max_scale=cap)
+) -> History:
+    made = History("AdamW", 1, "AdamW", "tuned", max_scale=cap)
     made.groups = [{"lr": lr, "initial_lr": None, "max_lr": None}]
     for step, scale in enumerate(scales, 1):
-        made.rows.append(Row(step, float(step), scale, skipped, (lr,), (scale,), (0.0,)))
+        made.rows.append(HistoryRow(step, float(step), scale, skipped, (lr,), (scale,)))
     return made
 
 
@@ -240,7 +254,7 @@ RAMP = [1e-4 * 2**i for i in range(10)]
     ],
 )
 def test_warnings_name_their_cause(scales: list[float], options, warning: str | None) -> None:
-    warnings = advice.find(track(scales, **options)).warnings
+    warnings = advice.analyze(make_history(scales, **options)).warnings
     if warning is None:
         assert warnings == ()
     else:
@@ -249,26 +263,26 @@ def test_warnings_name_their_cause(scales: list[float], options, warning: str | 
 
 
 def test_the_suggestion_is_the_level_after_the_ramp_at_the_lr_that_is_typed() -> None:
-    found = advice.find(track([*RAMP, *[0.1, 0.2, 0.3] * 30], lr=0.5))
+    found = advice.analyze(make_history([*RAMP, *[0.1, 0.2, 0.3] * 30], lr=0.5))
     assert found.suggested == pytest.approx((0.1,))
     assert found.ramp == 11
-    scheduled = track([*RAMP, *[0.2] * 90], lr=0.01)
+    scheduled = make_history([*RAMP, *[0.2] * 90], lr=0.01)
     scheduled.groups = [{"lr": 0.01, "initial_lr": 0.04, "max_lr": 1.0}]  # OneCycleLR's
-    found = advice.find(scheduled)
+    found = advice.analyze(scheduled)
     assert (found.typed_name, found.suggested) == ("max_lr", pytest.approx((0.2,)))
 
 
 def test_a_thinned_history_counts_its_steps() -> None:
-    made = track([1.0] * 1000)
-    made.rows += [Row(1000 + 10 * i, 0.0, 5.0, 0, (1.0,), (5.0,), (0.0,)) for i in range(1, 201)]
-    found = advice.find(made)
+    made = make_history([1.0] * 1000)
+    made.rows += [HistoryRow(1000 + 10 * i, 0.0, 5.0, 0, (1.0,), (5.0,)) for i in range(1, 201)]
+    found = advice.analyze(made)
     assert found.scale is not None
     assert found.scale.median == 5.0  # 2,000 of 3,000 steps, though 200 of 1,200 rows
 
 
 def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     log = Log(tmp_path / "log", {"command": ["x"]})
-    made = track([1.0] * 200)
+    made = make_history([1.0] * 200)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -276,7 +290,7 @@ def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log.close({"ended": 1.0, "exit_code": 0})
-    assert "could not be written to the end" in log.trouble
+    assert "could not be written to the end" in log.problem
     lines = (tmp_path / "log" / "history.jsonl").read_text().splitlines()
     assert json.loads(lines[-2])["step"] == len(lines) - 2
 

@@ -1,26 +1,31 @@
 """The rows that the script's process notes: from the host, and from a device."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from mechanic.run import record
-from mechanic.run.rows import Row, unpack
-from mechanic.run.settings import Settings
+from mechanic.run.rows import HistoryRow, unpack
+from mechanic.run.settings import RunSettings
 from mechanic.run.spool import Spool
 from mechanic.torch import mechanize
 from mechanic.torch.attach import MECHANISM
 
 
-def test_rows_gathered_on_a_device_are_the_rows_of_the_host() -> None:
+def test_rows_gathered_on_a_device_are_the_rows_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 0.0)  # that a slow machine copies no earlier
+    monkeypatch.setattr(record, "time", clock)
     weights = nn.Parameter(torch.ones(3))
     groups = [{"params": [weights], "lr": torch.tensor(0.25)}]
     optimizer = mechanize(torch.optim.AdamW(groups))
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 2.0})
-    kept: list[Row] = []
-    device = record._OnDevice(lambda step, data: kept.extend(unpack(data)[0]))
+    kept: list[HistoryRow] = []
+    device = record._DeviceRows(lambda step, data: kept.extend(unpack(data)[0]))
     expected = []
     for step in range(1, 101):
         weights.grad = weights.detach() - 2
@@ -28,10 +33,9 @@ def test_rows_gathered_on_a_device_are_the_rows_of_the_host() -> None:
         mechanism = getattr(optimizer, MECHANISM)
         lrs = [group["lr"] for group in optimizer.param_groups]
         device.add(step, step / 2, mechanism, lrs)
-        state = mechanism.state
-        parts = (0.25, 2.0), tuple(state.s.tolist()), tuple(state.r.tolist())
-        expected.append(Row(step, step / 2, float(mechanism.scale), 0, *parts))
-        mechanism.scale = mechanism.scale.clone()
+        parts = (0.25, 2.0), tuple(mechanism.scalars.read().state.s.tolist())
+        expected.append(HistoryRow(step, step / 2, float(mechanism.scale), 0, *parts))
+        mechanism.scalars.packed = mechanism.scalars.packed.clone()
     assert len(kept) == 64  # the rest waits
     device._finish()
     assert kept == expected
@@ -47,29 +51,30 @@ def test_a_spool_has_every_step(device: str, mechanized: bool, tmp_path: Path) -
     optimizer: torch.optim.Optimizer = torch.optim.AdamW([weights], lr=torch.tensor(0.1))
     if mechanized:
         optimizer = mechanize(optimizer)
-    settings = Settings(spool=str(tmp_path))
-    watch = record.Watch(settings, optimizer, "AdamW", "tuned" if mechanized else "dry", "")
+    settings = RunSettings(spool=str(tmp_path))
+    recorder = record.Recorder(settings, optimizer, "AdamW", "tuned" if mechanized else "dry", "")
     spool = Spool(str(tmp_path))
-    for _ in range(1500):
-        weights.grad = weights.detach() - 2
-        optimizer.step()
-        watch.note(optimizer)
-    if watch._device is not None:
-        watch._device._finish()
+    for step in range(1500):
+        if step < 40 or step % 10 == 9:  # the others are noted as they are
+            weights.grad = weights.detach() - 2
+            optimizer.step()
+        recorder.record_step(optimizer)
+    if recorder._device_rows is not None:
+        recorder._device_rows._finish()
     spool.poll()
-    (track,) = spool.tracks
-    assert track.steps == 1500
-    track.close()
-    steps = [row.step for row in track.rows]
+    (history,) = spool.histories
+    assert history.steps == 1500
+    history.close()
+    steps = [row.step for row in history.rows]
     assert steps == [*range(1, 1001), *range(1010, 1501, 10)]
-    assert {row.lr for row in track.rows} == {(float(torch.tensor(0.1)),)}
+    assert {row.lr for row in history.rows} == {(float(torch.tensor(0.1)),)}
     if mechanized:
-        assert track.rows[-1].scale == float(getattr(optimizer, MECHANISM).scale)
-        assert track.rows[-1].scale > track.rows[0].scale > 0
+        assert history.rows[-1].scale == float(getattr(optimizer, MECHANISM).scale)
+        assert history.rows[-1].scale > history.rows[0].scale > 0
 
 
 def test_a_row_half_written_waits_for_the_rest() -> None:
-    row = Row(7, 1.0, 0.5, 0, (0.1,), (0.5,), (2.0,))
+    row = HistoryRow(7, 1.0, 0.5, 0, (0.1,), (0.5,))
     data = record.pack(*row)
     for size in range(len(data)):
         assert unpack(data + data[:size]) == ([row], len(data))

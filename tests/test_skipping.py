@@ -8,52 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from bases import BASES, BY_ID, Base, Problem, assert_moved, make_problem, supporting, take_step
+from bases import (
+    BASES,
+    BY_ID,
+    KINDS,
+    Base,
+    Problem,
+    assert_moved,
+    by_kind,
+    make_problem,
+    supporting,
+    take_step,
+)
+from cases import case
+from comparing import PATIENCE, assert_same, bad_step, bits, poison, skipped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mechanic.torch import mechanize, tuner
-
-# Where a CPU lacks its bfloat16 product, as Muon finds out, torch changes over to another library
-# for all products from then on, and two equal runs are no longer equal bit for bit.
-torch.backends.mkldnn.set_flags(False)
-
-PATIENCE = 10  # so many skips in a row are worth a warning
-
-
-def bits(value: Any) -> Any:
-    """A value as plain objects that compare equal only if they are the same bit for bit, the sign
-    of a zero included."""
-    if isinstance(value, Tensor):
-        if hasattr(value, "__tensor_flatten__"):  # torchao's quantized state
-            names, _ = value.__tensor_flatten__()
-            return (type(value).__name__, {name: bits(getattr(value, name)) for name in names})
-        if value.is_sparse:
-            return ("sparse", bits(value._indices()), bits(value._values()))
-        data = value.detach().cpu().contiguous().reshape(-1)
-        content = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return (str(value.dtype), tuple(value.shape), content)
-    if isinstance(value, dict):
-        return {key: bits(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [bits(own) for own in value]
-    return value.hex() if isinstance(value, float) else value
-
-
-def differences(a: Any, b: Any, *path: Any) -> list[tuple[Any, ...]]:
-    """The paths at which two results of `bits` differ."""
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [found for key in a for found in differences(a[key], b[key], *path, key)]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = enumerate(zip(a, b, strict=True))
-        return [found for i, pair in pairs for found in differences(*pair, *path, i)]
-    return [] if a == b else [path]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Two results of `bits` are equal; what is not is named, and not shown at full length."""
-    found = differences(a, b)
-    assert not found
 
 
 def snapshot(opt: Optimizer) -> dict[str, Any]:
@@ -64,30 +36,6 @@ def snapshot(opt: Optimizer) -> dict[str, Any]:
         del group["mechanic"]["skipped"], group["mechanic"]["skipped_in_a_row"]
     weights = [param for group in opt.param_groups for param in group["params"]]
     return {"weights": bits(weights), **saved}
-
-
-def skipped(opt: Optimizer) -> int:
-    return int(tuner(opt).metrics()["skipped"])
-
-
-def poison(param: nn.Parameter, value: float, at: int = -1) -> None:
-    """Put a value into one element of a gradient."""
-    grad = param.grad
-    (grad._values() if grad.is_sparse else grad).view(-1)[at] = value
-
-
-def bad_step(opt: Optimizer, problem: Problem, value: float, which: int = -1) -> Any:
-    """One step whose gradient holds `value` in one element of one tensor."""
-
-    def closure() -> Tensor:
-        loss = problem.backward(1)
-        poison(problem.params[which], value)
-        return loss
-
-    if problem.closure_only:
-        return opt.step(closure)
-    closure()
-    return opt.step()
 
 
 def good_steps(opt: Optimizer, problem: Problem, start: int, stop: int) -> None:
@@ -106,7 +54,9 @@ def name(row: tuple[Base, dict[str, Any]]) -> str:
     return row[0].id + ("-fused" if row[1] else "")
 
 
-@pytest.fixture(params=ALL, ids=name)
+@pytest.fixture(
+    params=[case(own, name=name(own), by_day=own[0].id in (*KINDS, "AdamW8bit")) for own in ALL]
+)
 def row(request: pytest.FixtureRequest) -> tuple[Base, dict[str, Any]]:
     """A base and the flags to make it with."""
     return request.param
@@ -237,11 +187,7 @@ def _two_groups(base: Base, lr: float | Tensor) -> tuple[Optimizer, Problem]:
     return mechanize(base.factory(groups, lr=1.0)), problem
 
 
-@pytest.mark.parametrize(
-    "base",
-    [b for b in BASES if not b.one_group and not b.id.startswith(("Adam-", "RMSprop-"))],
-    ids=str,
-)
+@pytest.mark.parametrize("base", by_kind(b for b in BASES if not b.one_group))
 def test_in_a_group_whose_lr_is_zero(base):
     opt, problem = _two_groups(base, 0.0)
     idle = opt.param_groups[1]["params"][-1]
