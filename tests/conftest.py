@@ -32,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
 
 
+@pytest.fixture(autouse=True)
+def autograd_stays_on() -> Iterator[None]:
+    """A test that leaves autograd switched off fails itself, and not the tests after it."""
+    yield
+    was_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert was_on, "this test has left autograd switched off"
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -1,5 +1,6 @@
 """`mechanic bench` as a command: what it runs, what it survives, and who shares the work."""
 
+import gc
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import optuna
 import pytest
+import sqlalchemy
 from optuna.trial import TrialState
 from running import MECHANIC, PATH, SITE, environment
 
@@ -373,6 +375,8 @@ def postgres(tmp_path: Path) -> Iterator[str]:
         )
         yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
     finally:
+        for engine in [one for one in gc.get_objects() if type(one) is sqlalchemy.Engine]:
+            engine.dispose()  # psycopg warns of connections that nobody has closed
         run("pg_ctl", "stop", "-m", "immediate")
         shutil.rmtree(folder)
 

@@ -129,12 +129,14 @@ def interrupted_at(event: int, act: Callable[[], None]) -> Iterator[list[int]]:
                 act()
         return trace
 
-    before = sys.gettrace()
+    before, records = sys.gettrace(), torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         yield count
     finally:
         sys.settrace(before)
+        # An interrupt in the last line of torch's own `_use_grad` leaves autograd switched off.
+        torch.set_grad_enabled(records)
 
 
 def trained(name: str, steps: int = 25, dtype: torch.dtype = torch.float32) -> Run:
@@ -230,6 +232,7 @@ def test_real_signals_leave_the_weights_before_or_after(name):
             except KeyboardInterrupt:
                 interrupted += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
+            torch.set_grad_enabled(True)  # see `interrupted_at`
             now = run.weights()
             assert are_equal(now, before) or are_equal(now, after)
     finally:
@@ -284,7 +287,9 @@ def test_a_thread_that_reads_sees_the_weights_before_or_after(name):
 
     def read() -> None:
         while not is_over.is_set():
-            seen.append(run.weights())
+            weights = run.weights()
+            if len(seen) < 2 or not are_equal(weights, seen[-1]):
+                seen.append(weights)
 
     had = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -299,7 +304,7 @@ def test_a_thread_that_reads_sees_the_weights_before_or_after(name):
         is_over.set()
         reader.join()
         sys.setswitchinterval(had)
-    assert len(seen) > 60
+    assert len(seen) > 30
     for place, tensors in enumerate(zip(*known, strict=True)):
         values = torch.stack(tensors)
         for weights in seen:

@@ -33,7 +33,8 @@ class Proposal(NamedTuple):
 
 def is_familiar(call: Call) -> bool:
     """Whether the base is known to touch nothing but the parameters in its groups and its state."""
-    return call.is_of_torch or is_proportional(call.base_step)
+    step = call.base_step
+    return call.is_of_torch or is_proportional(step) or step.__module__.startswith("schedulefree.")
 
 
 def steps_in_place(call: Call) -> bool:

@@ -25,9 +25,12 @@ def is_finite(options: Options, dg: Tensor, found_inf: Tensor | None) -> Flag:
 
 
 def decide(finite: Flag) -> Flag:
-    """Bring a decision to the host, which waits for it. A meta tensor has nothing to tell."""
-    if finite.device is None or finite.device.type == "meta":
+    """Bring a decision to the host, which waits for it. A meta tensor has nothing to tell, and the
+    step is made."""
+    if finite.device is None:
         return finite
+    if finite.device.type == "meta":
+        return YES
     refuse_to_decide(finite.device)
     return finite.wait()
 
