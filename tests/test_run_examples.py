@@ -122,7 +122,7 @@ def outcome(name: str, grid: Sequence[float], seeds: Sequence[int], *more: str) 
 @pytest.mark.parametrize(
     ("name", "grid", "epochs"),
     [
-        ("plain_loop", [0.01, 0.03, 0.1], "1"),
+        pytest.param("plain_loop", [0.01, 0.03, 0.1], "1", marks=slow),
         pytest.param("plain_loop", [0.01, 0.03, 0.1], "3", marks=slow),
         pytest.param("grad_scaler", [0.03, 0.1, 0.3], "4", marks=slow),
     ],
