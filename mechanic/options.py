@@ -102,6 +102,9 @@ class Options:
             raise ValueError(
                 f"max_grad_norm must be a number above 0, got {limit!r}. Leave it out for no clip."
             )
+        for name in ("s_init", "s_decay", "max_scale", "max_grad_norm"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if isinstance(value, str) else float(value))
         for name in ("skip_nonfinite", "sums_in_backward"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -1,7 +1,7 @@
 """The scalar part of Mechanic: what a step measures goes in, the next scale comes out.
 
-Start reading here. Everything is a pure function of a small state, written for NumPy, torch
-and JAX arrays alike, in the letters of the paper (Cutkosky, Defazio, Mehta: "Mechanic: A
+Start reading here. Everything is a pure function of a small state, written for NumPy, torch and JAX
+arrays and for floats alike, in the letters of the paper (Cutkosky, Defazio, Mehta: "Mechanic: A
 Learning Rate Tuner"):
 
     =======  ==========================================================================
@@ -28,10 +28,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+from mechanic import floats
 from mechanic.options import Options, Preset
 
 Array: TypeAlias = Any
-"""A NumPy, torch or JAX array; there is no common type to name."""
+"""A NumPy, torch or JAX array, or a float; there is no common type to name."""
 
 # The constants of the default rule, the same for every task. docs/tried.md has what they were
 # chosen on and what they were confirmed on.
@@ -110,7 +111,7 @@ def init(options: Options, beta: Array) -> State:
         m = zero + 1e-6
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
-    none = zero.sum()
+    none = _total(zero)
     return State(beta, m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, L=none, C=none)
 
 
@@ -138,7 +139,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     steps since the last of them come to.
     """
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
-    S = s.sum()
+    S = _total(s)
     sigma, U = start(options, state, sums)
     is_new = sums.d > ADDED * state.M
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where there is none
@@ -152,7 +153,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     most = xp.where(state.L > 0, OUTLIER * state.L, math.inf)
     L = _max(_max(fall, xp.clip(-fall, None, most)), state.L)
     part = _divide(xp.clip(abs(fall), None, L), L)
-    usual = r.sum() / len(beta)
+    usual = _total(r) / _count(beta)
     size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
     record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
     brake = xp.where(fall < 0, 1 + record**2 * (_max(size / OUTLIER, 1.0) - 1), 1.0)
@@ -183,14 +184,14 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
-    grown = _divide((by * s).sum(), S)
+    grown = _divide(_total(by * s), S)
     s = by / brake * s / _max(_divide(U, state.U), 1.0)
-    s = _capped(options, xp.where(known > 0, s, sigma / len(beta)))
+    s = _capped(options, xp.where(known > 0, s, sigma / _count(beta)))
     # The past takes part by a root: x − x_ref = S·Δ follows a fall more than a rise, so that it
     # lies a little closer to x_ref than at a fixed scale, and S settles as much higher.
     past = xp.sqrt(xp.where(grown > 1, xp.sqrt(grown), grown))
     past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
-    retained = xp.where(S > 0, _divide(past * S, s.sum()), 1.0)
+    retained = xp.where(S > 0, _divide(past * S, _total(s)), 1.0)
     M = xp.where(is_new, sums.d, state.M)
     m, r, R, L, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, L, C))  # a new ramp
     return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), retained
@@ -199,11 +200,11 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    h = _signal(options, s.sum(), sums)  # line 10
+    h = _signal(options, _total(s), sums)  # line 10
     m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
-    v = beta**2 * v + h**2  # line 12
+    v = beta**2 * v + h * h  # line 12
     r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
-    W = sigma * m / len(beta) + r  # line 15
+    W = sigma * m / _count(beta) + r  # line 15
     s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
     return state._replace(m=m, v=v, r=r, s=s, U=U), U * 0 + 1
 
@@ -212,14 +213,14 @@ def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    S = s.sum()
+    S = _total(s)
     retained = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
     h = retained * (sums.dg + decay)
     m = _max(beta * m, abs(h))
-    v = beta**2 * v + h**2
+    v = beta**2 * v + h * h
     r = _max(beta * r - s * h, 0.0)
-    s = (sigma * m / len(beta) + r) / (xp.sqrt(v) + EPS)
+    s = (sigma * m / _count(beta) + r) / (xp.sqrt(v) + EPS)
     return state._replace(m=m, v=v, r=r, s=s, U=U), retained
 
 
@@ -227,19 +228,19 @@ def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """optax.contrib.mechanize 0.2.8."""
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    S = s.sum()
+    S = _total(s)
     retained = S / (S + EPS)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
     h = retained * (sums.dg + decay)
     r = beta * r - s * xp.clip(h + 0 * m, -m, m)  # the stored reward may be negative
     m = _max(beta * m, abs(h) + EPS)
-    v = beta**2 * v + h**2
-    W = sigma * m / len(beta) + _max(r, 0.0)
+    v = beta**2 * v + h * h
+    W = sigma * m / _count(beta) + _max(r, 0.0)
     return state._replace(m=m, v=v, r=r, s=W / (xp.sqrt(v) + EPS), U=U), retained
 
 
 def _capped(options: Options, s: Array) -> Array:
-    return s if options.max_scale == math.inf else s / _max(s.sum() / options.max_scale, 1.0)
+    return s if options.max_scale == math.inf else s / _max(_total(s) / options.max_scale, 1.0)
 
 
 class Rule(NamedTuple):
@@ -328,15 +329,31 @@ def provable_update(
     q = beta * state.q + h  # line 8
     r = beta * state.r - state.s * h  # line 9
     W = wealth + r  # line 10
-    v = beta**2 * state.v + h**2  # line 11
+    v = beta**2 * state.v + h * h  # line 11
     root = xp.sqrt(4 * m**2 + v)
     bet = _divide(-q, root)
     s = _divide(W, root) * xp.clip(bet, 0.0, 1.0)  # line 12
     return ProvableState(v=v, r=r, q=q, m=m, s=s)
 
 
+def scale_of(state: State) -> Array:
+    """The scale S of the next parameters."""
+    return _total(state.s)
+
+
+def _total(numbers: Array) -> Array:
+    """The sum over the tuners, of which floats are one."""
+    return numbers if type(numbers) is float else numbers.sum()
+
+
+def _count(beta: Array) -> int:
+    return 1 if type(beta) is float else len(beta)
+
+
 def namespace(array: Array) -> Any:
-    """The library that an array comes from. torch's tensors alone do not say."""
+    """The library that an array comes from. torch's tensors and Python's floats do not say."""
+    if type(array) is float:
+        return floats
     own = getattr(array, "__array_namespace__", None)
     return own() if own is not None else sys.modules["torch"]
 

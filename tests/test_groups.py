@@ -67,7 +67,7 @@ def test_a_group_at_a_quarter_of_the_lr_is_a_reparametrisation() -> None:
         torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.25}], lr=1.0), **rule
     )
     c, d = (torch.zeros(6, dtype=torch.float64).requires_grad_() for _ in range(2))
-    one = mechanize(torch.optim.SGD([c, d], lr=1.0), **rule)
+    one = mechanize(torch.optim.SGD([{"params": [c]}, {"params": [d]}], lr=1.0), **rule)
     for _ in range(60):
         for opt, x, y in ((groups, a, b), (one, c, d / 2)):
             opt.zero_grad()

@@ -146,6 +146,24 @@ def test_libraries_agree(variant, library):
             )
 
 
+@light
+@given(hs=st.one_of(sequences, wild), variant=st.sampled_from(VARIANTS))
+@example(hs=[0.0] * 20, variant={"preset": "default"})
+@example(hs=[1e150, -1e150] * 10, variant={"preset": "optax"})
+def test_floats_agree_bit_for_bit(hs, variant):
+    """A tuner with one β may be computed with Python's own numbers."""
+    options = Options(**variant, betas=(0.99,))
+    steps = [sums_of(h) for h in hs]
+    with np.errstate(over="ignore"):
+        expected, expected_keeps = run(options, steps)
+    state = tuner.init(options, options.betas[0])
+    for sums, wanted, keep in zip(steps, expected, expected_keeps, strict=True):
+        state, own = tuner.update(options, state, tuner.Sums(*map(float, sums)))
+        np.testing.assert_array_equal(list(state), [float(value.sum()) for value in wanted])
+        assert own == keep
+        assert all(type(value) is float for value in (*state, own))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_several_at_once(preset):
     """vmap over independent tuners, in torch and in JAX."""

@@ -34,7 +34,8 @@ class Ready(NamedTuple):
     @property
     def home(self) -> torch.device:
         """The device of the tuner's numbers."""
-        return self.numbers.scale.device
+        device: torch.device = self.numbers.scale.device
+        return device
 
     def rate_of(self, batch: Batch) -> Rate:
         """How the group of a batch takes part."""
@@ -82,17 +83,19 @@ def measure(optimizer: Any, ready: Ready) -> Parts:
         if batch.device.type != "meta":
             live = live | is_live.to(home)
     grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
-    unscale = 1.0 if grad_scale is None else 1 / grad_scale.to(home).reshape(())
-    gg, all_gg = _gradient_squares(ready)
+    dg_sum, (gg, all_gg) = vectors.total(dg, home) * share, _gradient_squares(ready)
+    if grad_scale is not None:
+        unscale = 1 / grad_scale.to(home).reshape(())
+        dg_sum, gg, all_gg = dg_sum * unscale, gg * unscale**2, all_gg * unscale**2
     needs_x = tuner.reads_x(options) and not tuner.RULES[options.preset].decays_after_base
     params = [batch.params for batch in ready.batches]
     dx, xx = decay_sums(ready, params) if needs_x else (0.0, 0.0)
     new_x1, new_d = _new_reference(optimizer, ready)
     return Parts(
-        dg=vectors.total(dg, home) * share * unscale,
+        dg=dg_sum,
         dx=dx,
-        gg=gg * unscale**2,
-        all_gg=all_gg * unscale**2,
+        gg=gg,
+        all_gg=all_gg,
         xx=xx,
         dd=_displacement_square(optimizer, ready),
         new_x1=new_x1,
@@ -130,7 +133,7 @@ def decay_sums(ready: Ready, points: list[list[Tensor]]) -> tuple[Tensor, Tensor
     return vectors.total(dx, ready.home) * ready.numbers.share, vectors.total(xx, ready.home)
 
 
-def _displacement_square(optimizer: Any, ready: Ready) -> Tensor | float:
+def _displacement_square(optimizer: Any, ready: Ready) -> Any:
     """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
     options = ready.options
     if options.s_init != "relative" and not tuner.RULES[options.preset].takes_cosine:

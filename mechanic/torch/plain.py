@@ -24,9 +24,10 @@ from mechanic.torch.flag import NO, Flag
 from mechanic.torch.measure import Parts, Ready, expected_size, measure, measure_proposal
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates
-from mechanic.torch.scalars import Numbers, advance, pack
+from mechanic.torch.scalars import Numbers, advance, are_floats, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
+from mechanic.tuner import Array
 
 
 def step(call: Call) -> Any:
@@ -137,7 +138,12 @@ def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
     if torch.compiler.is_compiling():
         return finite
     is_alike = call.mechanism.process_group is None  # the processes of a group need not be
-    is_left_to_base = is_alike and len(ready.batches) > 0 and skips_by_itself(call)
+    is_left_to_base = (
+        is_alike
+        and len(ready.batches) > 0
+        and not are_floats(ready.options, ready.home)
+        and skips_by_itself(call)
+    )
     return finite if is_left_to_base else decide(finite)
 
 
@@ -170,36 +176,45 @@ def _tune(
     learned from the step."""
     mechanism, had = call.mechanism, ready.numbers
     with torch.no_grad():
-        zero = torch.zeros_like(parts.dg)
-        sums = tuner.Sums(
-            dg=parts.dg,
-            dx=parts.dx,
-            gg=parts.gg,
-            xx=parts.xx,
-            x1=had.reference_square + parts.new_x1,
-            d=had.size + parts.new_d,
-            dd=parts.dd + zero,
-            uu=zero,
-        )
-        late = measure_proposal(ready, proposal, mechanism.counts.read().updates)
-        if late:
-            values = sharding.begin_sums(ready.ranks, tuple(late.values()))()
-            sums = sums._replace(**dict(zip(late, values, strict=True)))
+        sums = _complete(call, ready, parts, proposal)
+        first_share: Array = _first_share(call, ready, finite)
         takes_part = (Flag.of(parts.live > 0) & finite).to(ready.home)
         if ready.ranks is not None and mechanism.history.is_starting:
             # All processes have to know for how long sums are taken late.
             takes_part = takes_part.wait()
-        first_share = _first_share(call, ready, finite)
+        if are_floats(ready.options, ready.home):
+            takes_part, had, first_share = takes_part.wait(), had.as_floats(), float(first_share)
+            sums = tuner.Sums(*map(float, sums))
         state, scale, share, signal = had.state, had.scale, first_share, had.signal
         if not takes_part.is_no:
             state, share = advance(
                 *(ready.options, state, share, sums, takes_part.value), frozen=mechanism.frozen
             )
-            scale = takes_part.choose(state.s.sum(), scale)
+            scale = takes_part.choose(tuner.scale_of(state), scale)
             signal = takes_part.choose(sums.dg, signal)
         numbers = Numbers(state, scale, share, signal, sums.x1, sums.d)
         by = Coefficients(scale * share - had.scale * first_share, scale, 1 / share)
     return numbers, by, takes_part
+
+
+def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tuner.Sums:
+    """The sums of the step, with those that have to wait for the base."""
+    had, zero = ready.numbers, torch.zeros_like(parts.dg)
+    sums = tuner.Sums(
+        dg=parts.dg,
+        dx=parts.dx,
+        gg=parts.gg,
+        xx=parts.xx,
+        x1=had.reference_square + parts.new_x1,
+        d=had.size + parts.new_d,
+        dd=parts.dd + zero,
+        uu=zero,
+    )
+    late = measure_proposal(ready, proposal, call.mechanism.counts.read().updates)
+    if not late:
+        return sums
+    values = sharding.begin_sums(ready.ranks, tuple(late.values()))()
+    return sums._replace(**dict(zip(late, values, strict=True)))
 
 
 def _first_share(call: Call, ready: Ready, finite: Flag) -> Tensor:
@@ -207,7 +222,7 @@ def _first_share(call: Call, ready: Ready, finite: Flag) -> Tensor:
     unit of the proposals is chosen as the unit of what is stored, so that the stored numbers are
     the same whatever the learning rate that is typed. Over a process group the unit stays 1: its
     processes may have other rates."""
-    share = ready.numbers.share
+    share: Tensor = ready.numbers.share
     live = [rate.unit for rate in ready.rates.rates if not rate.live.is_no]
     is_over_group = call.mechanism.process_group is not None
     if is_over_group or not call.mechanism.history.is_starting or not live:
@@ -231,16 +246,15 @@ def _move(
     optimizer, mechanism = call.optimizer, call.mechanism
     with torch.no_grad():
         counts = mechanism.counts
-        packed = [pack(numbers), counts.after(is_done=finite, learns=takes_part)]
+        packed = [pack(numbers, ready.home), counts.after(is_done=finite, learns=takes_part)]
         writes: list[Callable[[], Values]] = []
         step_number = counts.read().steps.clone()
         rows = zip(ready.batches, proposal.points, proposal.origin, strict=True)
         for batch, points, origin in rows:
             rate = ready.rate_of(batch)
             if not rate.live.is_no and not _is_recorded(call):
-                writes += vectors.moves(
-                    batch, points, origin, _of_group(by, rate).like(batch), step_number
-                )
+                of_group = _of_group(by, rate, ready.home).like(batch)
+                writes += vectors.moves(batch, points, origin, of_group, step_number)
         writes.append(lambda: _finish(call, ready, proposal, packed))
         commit(writes)
     if _is_recorded(call):
@@ -269,16 +283,21 @@ def _move_recorded(call: Call, ready: Ready, proposal: Proposal, by: Coefficient
             rate = ready.rate_of(batch)
             if rate.live.is_no:
                 continue
-            stored = vectors.move_recorded(batch, points, _of_group(by, rate).like(batch))
+            stored = vectors.move_recorded(
+                batch, points, _of_group(by, rate, ready.home).like(batch)
+            )
             for owner, displacement in zip(batch.owners, stored, strict=True):
                 call.optimizer.state[owner][DISPLACEMENT] = displacement
 
 
-def _of_group(by: Coefficients, rate: Rate) -> Coefficients:
+def _of_group(by: Coefficients, rate: Rate, home: torch.device) -> Coefficients:
     """The coefficients of a group, in its unit. A tensor lr at 0 moves nothing."""
-    live, unit = rate.live, as_factor(rate.unit, by.x_per_stored)
-    return Coefficients(
-        live.choose(by.x_per_stored, 0.0),
-        live.choose(by.x_per_proposal * unit, 0.0),
-        live.choose(by.stored_per_proposal * unit, 0.0),
-    )
+    x_per_stored, x_per_proposal, stored_per_proposal = by
+    unit = rate.unit
+    if rate.live.is_yes and not isinstance(unit, Tensor):
+        return Coefficients(x_per_stored, x_per_proposal * unit, stored_per_proposal * unit)
+    kind: dict[str, Any] = {"dtype": scalar_dtype(home), "device": home}
+    x_per_stored, *others = (torch.as_tensor(value, **kind) for value in by)
+    unit = as_factor(unit, x_per_stored)
+    values = (x_per_stored, *(value * unit for value in others))
+    return Coefficients(*(rate.live.choose(value, 0.0) for value in values))

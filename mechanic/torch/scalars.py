@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
 from mechanic.options import Options
@@ -11,19 +12,23 @@ from mechanic.tuner import Array
 
 
 class Numbers(NamedTuple):
-    """What the tuner knows, at one moment."""
+    """What the tuner knows, at one moment, in tensors or in floats."""
 
     state: tuner.State
-    scale: Tensor
+    scale: Array
     """The scale S that made the parameters"""
-    share: Tensor
+    share: Array
     """Δ is this share of the displacements that the optimizer's state stores"""
-    signal: Tensor
+    signal: Array
     """⟨Δ, g⟩ of the last step"""
-    reference_square: Tensor
+    reference_square: Array
     """‖x‖² of the parameters when they were first seen"""
-    size: Tensor
+    size: Array
     """The number of elements behind `reference_square`"""
+
+    def as_floats(self) -> "Numbers":
+        """The same numbers, read; there is one β."""
+        return Numbers(tuner.State(*map(float, self.state)), *map(float, self[1:]))
 
 
 BESIDE_STATE = Numbers._fields[1:]
@@ -43,7 +48,7 @@ class Scalars:
         state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
         zero = torch.zeros((), dtype=dtype, device=home)
         others = dict.fromkeys(BESIDE_STATE, zero) | {"scale": state.s.sum(), "share": zero + 1}
-        self.packed = pack(Numbers(state, **others))
+        self.packed = pack(Numbers(state, **others), home)
 
     def read(self) -> Numbers:
         """The numbers, as views of what is stored."""
@@ -65,11 +70,23 @@ class Scalars:
         self.packed = self.packed.to(home, scalar_dtype(home))
 
 
-def pack(numbers: Numbers) -> Tensor:
+def pack(numbers: Numbers, home: torch.device) -> Tensor:
     """The numbers as the rows of one tensor."""
-    columns = len(numbers.state.beta)
     values = [*numbers.state, *numbers[1:]]
-    return torch.stack([value.expand(columns) for value in values])
+    if type(numbers.scale) is float:
+        return torch.tensor(values, dtype=scalar_dtype(home), device=home).unsqueeze(1)
+    return torch.stack([value.expand(len(numbers.state.beta)) for value in values])
+
+
+def are_floats(options: Options, home: torch.device) -> bool:
+    """Whether the rule computes with floats: there is one β, the numbers can be read without
+    waiting for a device, and no one traces what is done to them."""
+    return (
+        home.type == "cpu"
+        and len(options.betas) == 1
+        and not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+    )
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

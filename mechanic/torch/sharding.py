@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 
@@ -49,7 +50,7 @@ def begin_sums(ranks: Ranks | None, parts: Sequence[Any]) -> Callable[[], Sequen
 
 def is_spread(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:

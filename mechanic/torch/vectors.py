@@ -19,10 +19,13 @@ from torch import Tensor
 from mechanic.options import Options
 from mechanic.torch.scalars import scalar_dtype
 from mechanic.torch.sharding import local
+from mechanic.tuner import Array
 
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).
 _SMALL = 1 << 14
+
+_WIDE = (torch.float32, torch.float64)  # what is computed in
 
 # So many elements are moved at a time: few enough to stay in a CPU's cache, and on a GPU to need
 # little memory.
@@ -70,13 +73,14 @@ class Coefficients(NamedTuple):
     """How a step moves the parameters of a batch, where p is what the base proposes:
     x ← x + x_per_stored·stored + x_per_proposal·p and stored ← stored + stored_per_proposal·p."""
 
-    x_per_stored: Tensor
-    x_per_proposal: Tensor
-    stored_per_proposal: Tensor
+    x_per_stored: Array
+    x_per_proposal: Array
+    stored_per_proposal: Array
 
     def like(self, batch: Batch) -> "Coefficients":
         """The same on the device of a batch, and in the dtype that it is computed in."""
-        return Coefficients(*(value.to(batch.device, batch.dtype) for value in self))
+        device, dtype = batch.device, batch.dtype
+        return Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self))
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -107,8 +111,29 @@ def displacement_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def inner(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-    """⟨a, b⟩ of each pair, in the dtype that `a` is computed in; `b` may be sparse."""
-    return [_inner(*pair) for pair in zip(a, b, strict=True)]
+    """⟨a, b⟩ in terms that are to be added up: one for each pair, or for several small ones. They
+    are in the dtype that `a` is computed in, and `b` may be sparse."""
+    terms: list[Tensor] = []
+    small: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for x, y in zip(a, b, strict=True):
+        if x.numel() > _SMALL or x.dtype is not y.dtype or x.dtype not in _WIDE or y.is_sparse:
+            terms.append(_inner(x, y))
+            continue
+        small.append((x, y))
+        size += x.numel()
+        if size > _SMALL:
+            terms.append(_inner_of_small(small))
+            small, size = [], 0
+    return [*terms, _inner_of_small(small)] if small else terms
+
+
+def _inner_of_small(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    if len(pairs) == 1:
+        return _inner(*pairs[0])
+    products = torch._foreach_mul([x for x, _ in pairs], [y for _, y in pairs])
+    flat = torch.cat([product.reshape(-1) for product in products])
+    return flat.sum(dtype=scalar_dtype(flat.device))
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
@@ -125,10 +150,14 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def squares(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """‖a‖² of each tensor, in `dtype`; they may be sparse."""
+    """The sum of ‖a‖² over tensors of one device, as a term that is to be added to others; the
+    norms are taken in `dtype`, and the tensors may be sparse."""
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    norms = torch._foreach_norm([t.to(dtype) for t in dense])
-    return list(torch._foreach_mul(norms, norms))
+    if not dense:
+        return []
+    norms = torch._foreach_norm([t if t.dtype is dtype else t.to(dtype) for t in dense])
+    exact = torch.stack(norms).to(scalar_dtype(norms[0].device))
+    return [(exact * exact).sum()]
 
 
 def total(terms: Iterable[Tensor], home: torch.device) -> Tensor:

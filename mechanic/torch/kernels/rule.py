@@ -129,7 +129,7 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
     sums = tuner.Sums(**measured, x1=had["reference_square"], d=had["size"])
     share, takes_part = given["share"], given["takes_part"]
     state, next_share = advance(options, state, share, sums, takes_part, frozen=frozen)
-    scale = kernel.where(takes_part, state.s.sum(), had["scale"])
+    scale = kernel.where(takes_part, tuner.scale_of(state), had["scale"])
     signal = kernel.where(takes_part, sums.dg, had["signal"])
     x_per_stored: Any = scale * next_share - had["scale"] * share  # type: ignore[operator]
     # Every warp has to have read the numbers before one of them writes.
