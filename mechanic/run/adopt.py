@@ -78,14 +78,14 @@ class OptimizerRegistry:
             take_off(inner)
             try:
                 self.mechanize(wrapper, **self.settings.tuner)
-            except ValueError as error:
-                recorder.describe(inner, "refused", str(error))
+            except Exception as error:
+                recorder.describe(inner, "refused", _reason(error))
 
     def _tune(self, optimizer: Optimizer) -> tuple[str, str]:
         """Mechanize an optimizer if the settings choose it. Returns its status and the reason."""
-        from mechanic.torch.attach import Mechanized, mechanize
+        from mechanic.torch.attach import is_mechanized, mechanize
 
-        if isinstance(optimizer, Mechanized):
+        if is_mechanized(optimizer):
             return ("tuned" if type(optimizer) in self._tuned_classes else "own"), ""
         if self.settings.dry_run:
             return "dry", ""
@@ -93,8 +93,8 @@ class OptimizerRegistry:
             return "left", "--skip" if self.settings.skip else "--only"
         try:
             (self.mechanize or mechanize)(optimizer, **self.settings.tuner)
-        except ValueError as error:
-            return "refused", str(error)
+        except Exception as error:  # a script that runs plainly is not to end here
+            return "refused", _reason(error)
         self._tuned_classes.add(type(optimizer))
         return "tuned", ""
 
@@ -223,3 +223,8 @@ def _is_zero(optimizer: Any) -> bool:
     from mechanic.torch.zero import is_zero
 
     return is_zero(optimizer)
+
+
+def _reason(error: Exception) -> str:
+    """Why an optimizer stays plain: the words of `mechanize`, or an error that no one foresaw."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

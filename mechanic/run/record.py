@@ -78,7 +78,8 @@ class Recorder:
         self._thinning = Thinning()
 
     def _record_row(self, optimizer: Optimizer, mechanism: Any) -> None:
-        lrs = [group.get("lr", math.nan) for group in optimizer.param_groups]
+        typed: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        lrs = [math.nan if lr is None else lr for lr in typed]
         on_host = mechanism is None or mechanism.scale.is_cpu
         for i, lr in enumerate(lrs):
             if isinstance(lr, Tensor):

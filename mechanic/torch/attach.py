@@ -6,6 +6,7 @@ methods and what pickles it; nothing is proxied. `mechanic.torch.step` has the s
 
 import copyreg
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
@@ -138,40 +139,29 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     _refuse_replaced_step(optimizer)
     _refuse_to_clip(optimizer, options)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
-    optimizer.__class__ = mechanized_class(base, options)
-    _attach(optimizer, options, process_group)
+    made, had = mechanized_class(base, options), dict(vars(optimizer))
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        optimizer.__class__ = made
+        _attach(optimizer, options, process_group)
+    except BaseException:
+        _restore(optimizer, base, had, groups)
+        raise
     return optimizer
 
 
-class Mechanized(Optimizer):
-    """What a mechanized optimizer does differently from its base."""
-
-    _base: type[Optimizer]
-    _options: Options
-    _process_group: Any
-    _mechanic: Mechanism
-
-    def state_dict(self) -> dict[str, Any]:
-        """The base's state, each parameter's displacement, and in every group the tuner."""
-        with checkpoint.publishing(self, self._mechanic):
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a checkpoint left off, or, from a plain optimizer's, start tuning.
-
-        Raises:
-            ValueError: if the checkpoint is of another model or tuner. Nothing is loaded then.
-        """
-        with checkpoint.restoring(self, self._mechanic):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch leaves out what a subclass keeps as attributes (a fused base's flags, Lion's
-        # settings); a copy needs them. Hooks stay behind, as in torch's own.
-        own = {
-            k: v for k, v in vars(self).items() if not k.startswith("_optimizer_") and k != "step"
-        }
-        return own | super().__getstate__()
+def _restore(
+    optimizer: Optimizer, base: type[Optimizer], had: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Make an optimizer what it was before `mechanize` began."""
+    optimizer.__class__ = base
+    if (mechanism := vars(optimizer).get(MECHANISM)) is not None:
+        stop_listening(mechanism)
+    vars(optimizer).clear()
+    vars(optimizer).update(had)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(before)
 
 
 def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -> None:
@@ -245,17 +235,30 @@ def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class _Picklable(type):
-    """Classes that are made on the fly, and pickled as how to make them again."""
+class MechanizedType(type):
+    """The classes of mechanized optimizers, which `mechanize` makes. They are pickled as how to
+    make them again."""
+
+    _base: type[Optimizer]
+    _options: Options
+    _process_group: Any
 
 
-def _reduce(cls: Any) -> tuple[Callable[..., type], tuple[type, Options]]:
+def is_mechanized(optimizer: object) -> bool:
+    """Whether `mechanize` has made the class of an optimizer."""
+    return isinstance(type(optimizer), MechanizedType)
+
+
+def _reduce(cls: Any) -> str | tuple[Callable[..., type], tuple[type, Options]]:
+    if "_base" not in vars(cls):  # a subclass that someone has written
+        name: str = cls.__qualname__
+        return name
     if cls._process_group is not None:
         raise ValueError(NO_PICKLE)
     return mechanized_class, (cls._base, cls._options)
 
 
-copyreg.pickle(_Picklable, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(MechanizedType, _reduce)  # type: ignore[arg-type]
 
 
 _classes: dict[tuple[type[Optimizer], Options, Any], type[Any]] = {}
@@ -269,47 +272,82 @@ def mechanized_class(base: type[O], options: Options, process_group: Any = None)
     return _classes[key]
 
 
-def _make_mode(base_mode: Callable[[Optimizer], Any]) -> Callable[[Mechanized], Any]:
-    @functools.wraps(base_mode)
-    def mechanized_mode(self: Mechanized) -> Any:
-        return change_mode(self, self._mechanic, base_mode)
+def _make_mode(base: type[Optimizer], mode: str) -> Callable[[Any], Any]:
+    @functools.wraps(getattr(base, mode))
+    def mechanized_mode(self: Any) -> Any:
+        return change_mode(self, self._mechanic, getattr(base, mode))
 
     return mechanized_mode
 
 
 def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
-    base_step = unhooked(base.step)
+    """What a mechanized optimizer does differently from its base. The base's methods are looked up
+    when they are called, so that whoever patches them is heard."""
 
     @functools.wraps(base.__init__)
-    def init(self: Mechanized, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         _attach(self, options, process_group)
 
-    @functools.wraps(base_step)
-    def mechanized_step(self: Mechanized, *args: Any, **kwargs: Any) -> Any:
-        return step(self, self._mechanic, base_step, args, kwargs)
+    def mechanized_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return step(self, self._mechanic, unhooked(base.step), args, kwargs)
 
-    metaclass: type = _Picklable
-    if type(base) is not type:
-        metaclass = type("_Picklable", (_Picklable, type(base)), {})
-        copyreg.pickle(metaclass, _reduce)
+    def state_dict(self: Any) -> dict[str, Any]:
+        """The base's state, each parameter's displacement, and in every group the tuner."""
+        with checkpoint.publishing(self, self._mechanic):
+            return base.state_dict(self)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Go on exactly where a checkpoint left off, or, from a plain optimizer's, start tuning.
+
+        Raises:
+            ValueError: if the checkpoint is of another model or tuner. Nothing is loaded then.
+        """
+        with checkpoint.restoring(self, self._mechanic):
+            base.load_state_dict(self, state_dict)
+
+    def get_state(self: Any) -> dict[str, Any]:
+        # torch leaves out what a subclass keeps as attributes (a fused base's flags, Lion's
+        # settings); a copy needs them. Hooks stay behind, as in torch's own.
+        own = {
+            k: v for k, v in vars(self).items() if not k.startswith("_optimizer_") and k != "step"
+        }
+        return own | base.__getstate__(self)
+
     body: dict[str, Any] = {
         "__doc__": f"{base.__name__}, mechanized.",
         "__module__": "mechanic.torch",
         "__init__": init,
-        "step": mechanized_step,
+        "__getstate__": get_state,
+        "step": _like(base.step, mechanized_step),
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
         "_base": base,
         "_options": options,
         "_process_group": process_group,
     }
     if has_modes(base):
-        body |= {mode: _make_mode(getattr(base, mode)) for mode in MODES}
-    made: type[O] = metaclass(base.__name__, (Mechanized, base), body)
+        body |= {mode: _make_mode(base, mode) for mode in MODES}
+    made: type[O] = _metaclass_for(base)(base.__name__, (base,), body)
     return made
 
 
+def _like(base_step: Any, mechanized_step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step with the name and the signature of the base's, if that is a function."""
+    own = unhooked(base_step)
+    return functools.wraps(own)(mechanized_step) if inspect.isfunction(own) else mechanized_step
+
+
+def _metaclass_for(base: type[Optimizer]) -> type:
+    if issubclass(MechanizedType, type(base)):
+        return MechanizedType
+    metaclass = type("MechanizedType", (MechanizedType, type(base)), {})
+    copyreg.pickle(metaclass, _reduce)
+    return metaclass
+
+
 def _refuse_twice(base: type[Optimizer]) -> None:
-    if issubclass(base, Mechanized):
+    if isinstance(base, MechanizedType):
         raise ValueError(
             f"this {base.__name__} is mechanized already, and its scale would be tuned twice. "
             "Call mechanize once; tuner(optimizer).detach() gives the plain optimizer back."

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mechanic.torch import closures, modes, skipping, vectors
 from mechanic.torch.call import Call
-from mechanic.torch.capture import is_capturing
+from mechanic.torch.capture import is_capturing, is_traced
 from mechanic.torch.copies import Copies, can_be_kept, moved, plain_copies, record_copies
 from mechanic.torch.flag import Flag
 from mechanic.torch.mechanism import CHECKS
-from mechanic.torch.rates import Rate, at_base_rates, is_proportional
+from mechanic.torch.rates import Rate, at_base_rates, is_proportional, step_name
 from mechanic.torch.twin import Twin, holds
 from mechanic.torch.vectors import Batch
 
@@ -34,14 +34,14 @@ class Proposal(NamedTuple):
 def is_familiar(call: Call) -> bool:
     """Whether the base is known to touch nothing but the parameters in its groups and its state."""
     step = call.base_step
-    return call.is_of_torch or is_proportional(step) or step.__module__.startswith("schedulefree.")
+    return is_proportional(step) or step_name(step).startswith(("torch.optim.", "schedulefree."))
 
 
 def steps_in_place(call: Call) -> bool:
     """Whether the base has to be run on the parameters themselves: in compiled code, which writes
     last, where it evaluates a closure again or differentiates once more, and where it knows the
     parameters by other ways than its groups."""
-    if torch.compiler.is_compiling() or call.evaluates_again:
+    if is_traced() or call.evaluates_again:
         return True
     if is_familiar(call):
         return False
@@ -70,7 +70,7 @@ def copy_params(call: Call, batches: list[Batch], *, is_recorded: bool) -> Copie
 def _overlap(batches: list[Batch]) -> bool:
     """Whether two parameters are one and the same memory."""
     params = [p for b in batches if b.device.type != "meta" for p in b.params if p.numel()]
-    if torch.compiler.is_compiling():
+    if is_traced():
         return False
     return len({(param.device, param.data_ptr()) for param in params}) < len(params)
 
@@ -161,7 +161,7 @@ def _propose_in_place(
 
 def _put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
     """Put the parameters back, also where that is interrupted."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         vectors.put_back(batches, before)
         return
     try:

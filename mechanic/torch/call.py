@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch.optim import LBFGS
 
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.rates import step_name
 
 
 class Call(NamedTuple):
@@ -28,7 +29,7 @@ class Call(NamedTuple):
     @property
     def is_of_torch(self) -> bool:
         """Whether the base's step is one of torch's own."""
-        return self.base_step.__module__.startswith("torch.optim.")
+        return step_name(self.base_step).startswith("torch.optim.")
 
     @property
     def evaluates_again(self) -> bool:

@@ -1,6 +1,20 @@
-"""CUDA graphs: what is captured once and replayed without the host."""
+"""Steps that are recorded to be run later, without the host: compiled, traced, or captured in a
+CUDA graph."""
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_MODES = torch._C._TorchDispatchModeKey
+
+
+def is_traced() -> bool:
+    """Whether a step is compiled, traced by `make_fx`, or run on fake tensors: then no number can
+    be read, and what is decided has to hold for every later run."""
+    if torch.compiler.is_compiling():
+        return True
+    if not is_in_torch_dispatch_mode():
+        return False
+    return any(torch._C._get_dispatch_mode(mode) for mode in (_MODES.PROXY, _MODES.FAKE))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.torch import vectors
+from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
@@ -51,7 +52,8 @@ def strip(optimizer: Optimizer) -> None:
         group.pop(TUNER, None)
         group.pop(EFFECTIVE_LR, None)
     for param, state in list(optimizer.state.items()):
-        if state.pop(DISPLACEMENT, None) is not None and not state:
+        is_own = isinstance(state, dict)  # some bases keep a number there, under a name
+        if is_own and state.pop(DISPLACEMENT, None) is not None and not state:
             del optimizer.state[param]
 
 
@@ -118,8 +120,8 @@ def _split_state(
 
 
 def _save(mechanism: Mechanism) -> dict[str, Any]:
-    if mechanism.home.type == "meta":
-        return {}
+    if mechanism.home.type == "meta" or is_traced():
+        return {}  # there are no numbers
     numbers = mechanism.scalars.read()._asdict()
     state = numbers.pop("state")._asdict()
     counted = mechanism.counts.read()._asdict()

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from mechanic.torch import vectors
+from mechanic.torch.capture import is_traced
 
 Values = tuple[list[Tensor], list[Tensor]]
 """Tensors, and what is to be written to them."""
@@ -18,7 +18,7 @@ def commit(writes: Sequence[Callable[[], Values]]) -> None:
     Once begun, this is finished. Where a signal handler raises in the middle (Ctrl-C), the rest is
     written before the exception goes on, so that no step is ever half made.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         for write in writes:
             vectors.copy(*write())
         return

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.capture import is_capturing
+from mechanic.torch.capture import is_capturing, is_traced
 from mechanic.torch.flag import Flag
 
 PATIENCE = 10
@@ -65,7 +65,7 @@ class Counts:
             self.skips_on_host += 1
             if self.skips_on_host == PATIENCE:
                 _warn(PATIENCE)
-        elif self.packed.device.type != "meta" and not torch.compiler.is_compiling():
+        elif self.packed.device.type != "meta" and not is_traced():
             self.watch_device()
 
     def watch_device(self) -> None:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import ASGD, Optimizer, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from mechanic.torch.attach import MECHANISM, Mechanized, take_off
+from mechanic.torch.attach import MECHANISM, is_mechanized, take_off
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
-from mechanic.torch.rates import effective_lrs
+from mechanic.torch.rates import effective_lrs, typed_lr
 from mechanic.torch.sharding import agree
 
 # Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
@@ -26,12 +26,12 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
-    while not isinstance(optimizer, Mechanized):  # a trainer's wrapper, or ZeroRedundancyOptimizer
+    while not is_mechanized(optimizer):  # a trainer's wrapper, or ZeroRedundancyOptimizer
         inner = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
         if inner is None:
             break
         optimizer = inner
-    if not isinstance(optimizer, Mechanized):
+    if not is_mechanized(optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} is not mechanized, so it has no tuner. "
             "Write optimizer = mechanize(optimizer) first."
@@ -128,7 +128,7 @@ class Tuner:
         """
         scale = float(self.scale)
         groups = self._optimizer.param_groups
-        return [scale * float(group.get("initial_lr", group.get("lr", 1.0))) for group in groups]
+        return [scale * float(group.get("initial_lr", typed_lr(group))) for group in groups]
 
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from mechanic.torch.capture import is_traced
 from mechanic.torch.flag import NO, YES, Flag
-from mechanic.torch.rates import Rate, rate_of
+from mechanic.torch.rates import Rate, rate_of, typed_lr
 
 RISE = 1.1
 """A learning rate may rise by this factor before the update is measured again."""
@@ -42,13 +43,13 @@ class RateHistory:
     @property
     def is_starting(self) -> bool:
         """Whether this may be one of the first steps, as far as the host knows."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return True  # a count on the host would have every step compiled anew
         return self._learned < FIRST_STEPS and self._maybe_learned < 2 * FIRST_STEPS
 
     def learn(self, takes_part: Flag) -> None:
         """Count a step that the tuner learns from, or may have learned from."""
-        if torch.compiler.is_compiling() or not self.is_starting:
+        if is_traced() or not self.is_starting:
             return
         self._learned += takes_part.is_yes
         self._maybe_learned += not takes_part.is_known
@@ -100,7 +101,7 @@ class RateHistory:
 
     def _typed(self, groups: list[dict[str, Any]]) -> list[Any]:
         before = self.lrs + [0.0] * (len(groups) - len(self.lrs))
-        lrs = [group.get("lr", 1.0) for group in groups]
+        lrs = [typed_lr(group) for group in groups]
         return [
             torch.where(lr == 0, last, lr).reshape(()) if isinstance(lr, Tensor) else lr or last
             for lr, last in zip(lrs, before, strict=True)

@@ -59,7 +59,8 @@ def is_proportional(step: Callable[..., Any]) -> bool:
 
 def step_name(step: Callable[..., Any]) -> str:
     """The full name of a base's step; a subclass with a step of its own has another one."""
-    return f"{step.__module__}.{step.__qualname__}"
+    names = (getattr(step, name, "") for name in ("__module__", "__qualname__"))
+    return ".".join(map(str, names))
 
 
 def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = None) -> Rate:
@@ -107,8 +108,13 @@ def as_factor(rate: float | Tensor, like: Tensor) -> float | Tensor:
 def effective_lrs(scale: Tensor, groups: list[dict[str, Any]]) -> list[Tensor]:
     """The learning rate in force in each group: the scale times the group's own lr."""
     scale = scale.to(torch.float32)
-    lrs = [group.get("lr", 1.0) for group in groups]
-    return [scale * as_factor(lr, scale) for lr in lrs]
+    return [scale * as_factor(typed_lr(group), scale) for group in groups]
+
+
+def typed_lr(group: dict[str, Any]) -> Any:
+    """The learning rate of a group, and 1 where a base has none or chooses it by itself."""
+    lr = group.get("lr")
+    return 1.0 if lr is None else lr
 
 
 def publish_rates(scale: Tensor, groups: list[dict[str, Any]]) -> None:

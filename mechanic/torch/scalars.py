@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
 from mechanic.options import Options
+from mechanic.torch.capture import is_traced
 from mechanic.tuner import Array
 
 
@@ -84,7 +85,7 @@ def are_floats(options: Options, home: torch.device) -> bool:
     return (
         home.type == "cpu"
         and len(options.betas) == 1
-        and not torch.compiler.is_compiling()
+        and not is_traced()
         and not is_in_torch_dispatch_mode()
     )
 

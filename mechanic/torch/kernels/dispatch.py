@@ -12,7 +12,7 @@ from torch import Tensor
 from mechanic import tuner
 from mechanic.torch.base import steps_in_place
 from mechanic.torch.call import Call
-from mechanic.torch.capture import is_capturing
+from mechanic.torch.capture import is_capturing, is_traced
 from mechanic.torch.kernels.listen import listen
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import has_modes
@@ -63,7 +63,7 @@ def works_on(device: torch.device) -> bool:
 def find_plan(call: Call) -> Found | None:
     """How the kernels make this step; None where they cannot."""
     optimizer, mechanism, cache = call.optimizer, call.mechanism, call.mechanism.kernels
-    if mechanism.home.type not in DEVICES or torch.compiler.is_compiling() or not has_triton():
+    if mechanism.home.type not in DEVICES or is_traced() or not has_triton():
         return None
     captures = is_capturing(mechanism.home)
     if cache.plan is None and (captures or not works_on(mechanism.home)):

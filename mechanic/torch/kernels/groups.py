@@ -11,7 +11,7 @@ from mechanic.torch.kernels import passes
 from mechanic.torch.kernels.known import KnownBase, hyperparameters
 from mechanic.torch.kernels.layout import Entry
 from mechanic.torch.kernels.upload import upload
-from mechanic.torch.rates import Rate, proportional_lr
+from mechanic.torch.rates import Rate, proportional_lr, typed_lr
 
 
 class GroupTable:
@@ -69,7 +69,7 @@ class GroupTable:
     def _row(self, optimizer: Any, index: int, rate: Rate, is_present: bool) -> list[float]:
         """The settings of one group; a learning rate that is a tensor is filled in later."""
         group = optimizer.param_groups[index]
-        lr, base_lr, unit = group.get("lr", 1.0), rate.base_lr, rate.unit
+        lr, base_lr, unit = typed_lr(group), rate.base_lr, rate.unit
         if isinstance(lr, Tensor):
             lr = unit = 0.0
         if base_lr is None or isinstance(base_lr, Tensor):
