@@ -284,6 +284,31 @@ def test_what_mechanize_refuses_stays_plain_and_is_told(tmp_path: Path) -> None:
     assert "was replaced on the instance" in " ".join(run.stderr.split())
 
 
+def test_any_error_of_mechanize_leaves_the_script_plain_and_is_told(tmp_path: Path) -> None:
+    """Also one that nobody has foreseen."""
+    write(
+        tmp_path,
+        """
+        class Strange(torch.optim.SGD):
+            def __setattr__(self, name, value):
+                if name == "_mechanic":
+                    raise TypeError("no attributes of others here")
+                super().__setattr__(name, value)
+
+        model = make_model()
+        optimizer = Strange(model.parameters(), 0.01)
+        print(type(optimizer) is Strange)
+        train(model, optimizer)
+        """,
+    )
+
+    run = call(tmp_path, "train.py")
+
+    assert run.stdout == "True\n"
+    assert "Strange: not tuned, 30 steps" in run.stderr
+    assert "TypeError: no attributes of others here" in " ".join(run.stderr.split())
+
+
 def test_bases_closures_tensors_and_compiled_steps(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -125,8 +125,8 @@ def test_workers_forked_and_spawned(tmp_path: Path) -> None:
         import torch.multiprocessing as mp
         from torch.utils.data import DataLoader, TensorDataset
 
-        def work(rank, port):
-            address = f"tcp://127.0.0.1:{port}"
+        def work(rank, folder):
+            address = f"file://{folder}/meeting"  # a port might be another test's by then
             dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
             model = nn.parallel.DistributedDataParallel(make_model())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,10 +135,6 @@ def test_workers_forked_and_spawned(tmp_path: Path) -> None:
             dist.destroy_process_group()
 
         if __name__ == "__main__":
-            import socket
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             model = make_model()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
             loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, num_workers=2)
@@ -146,7 +142,8 @@ def test_workers_forked_and_spawned(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
-            mp.spawn(work, (port,), nprocs=2)
+            import os
+            mp.spawn(work, (os.getcwd(),), nprocs=2)
         """,
     )
 
@@ -221,6 +218,47 @@ def test_a_disk_that_fills_up_ends_the_notes_and_not_the_script(tmp_path: Path) 
     assert run.returncode == 0, run.stderr
     assert run.stdout == "trained\n"
     assert "AdamW is no longer recorded" in run.stderr
+
+
+def test_a_full_temporary_folder_is_told_and_ends_no_script(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        model = make_model()
+        train(model, torch.optim.AdamW(model.parameters()), steps=20)
+        print("trained")
+        """,
+    )
+    mechanic = " ".join([*MECHANIC, "run", "train.py"])
+    run = subprocess.run(  # no file may grow at all
+        ["bash", "-c", f"ulimit -f 0; exec {mechanic}"], cwd=tmp_path,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = " ".join(run.stderr.split())
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "trained\n"
+    assert "no folder for temporary files can be written to" in said
+    assert "Set TMPDIR" in said
+    assert "made no torch optimizer" not in said
+
+
+def test_a_temporary_folder_that_fills_up_is_told_and_ends_no_script(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import resource, tempfile
+        tempfile.gettempdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        model = make_model()
+        train(model, torch.optim.AdamW(model.parameters()), steps=20)
+        print("trained")
+        """,
+    )
+    run = call(tmp_path, "train.py")
+    assert run.stdout == "trained\n"
+    assert "AdamW is no longer recorded" in run.stderr
+    assert "AdamW was not recorded to its end" in run.stderr
+    assert "made no torch optimizer" not in run.stderr
 
 
 WAITS = """

@@ -1,6 +1,7 @@
 """In the script's process: records every step, so that no death of the process loses it."""
 
 import atexit
+import contextlib
 import errno
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from mechanic.run.rows import Thinning, pack
+from mechanic.run.rows import UNRECORDED, Thinning, pack
 from mechanic.run.settings import RunSettings, is_first_rank
 
 MECHANISM = "_mechanic"  # as in mechanic.torch.attach, which cannot be imported this early
@@ -134,6 +135,9 @@ class Recorder:
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
+        with contextlib.suppress(OSError):  # a file without content needs no room
+            path = f"{time.time_ns()}-{os.getpid()}.{self._name}{UNRECORDED}"
+            open(os.path.join(str(self._spool), path), "w").close()
         self._spool = self._writer = None
         sys.stderr.write(f"mechanic run: {self._name} is no longer recorded: {error!r}\n")
 
@@ -285,8 +289,14 @@ class _CopyToHost:
 
 def _rates(group: dict[str, Any]) -> dict[str, float | None]:
     """The learning rates of a group: its own, and those that schedulers store in it."""
-    rates = {name: group.get(name) for name in ("lr", "initial_lr", "max_lr")}
-    return {name: None if rate is None else float(rate) for name, rate in rates.items()}
+    return {name: _as_number(group.get(name)) for name in ("lr", "initial_lr", "max_lr")}
+
+
+def _as_number(rate: Any) -> float | None:
+    try:
+        return None if rate is None else float(rate)
+    except (TypeError, ValueError, RuntimeError):  # a base may keep anything under these names
+        return None
 
 
 def _is_another_rank() -> bool:

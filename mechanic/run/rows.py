@@ -10,6 +10,9 @@ from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
+UNRECORDED = ".unrecorded"
+"""The ending of a file that tells that an optimizer is no longer recorded."""
+
 _HEAD = 7  # length, step, time, scale, skipped, number of groups, number of betas
 _WIDTH = 8  # bytes of a float64
 _DENSE = 1000  # every step up to this one is kept

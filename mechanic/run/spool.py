@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mechanic.run.rows import HistoryRow, unpack
+from mechanic.run.rows import UNRECORDED, HistoryRow, unpack
 
 GroupRates = dict[str, float | None]
 """The learning rates of a parameter group, by the names that they have in it."""
@@ -114,8 +114,15 @@ class Spool:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong in the script's processes before anything could be recorded."""
-        return sorted({path.read_text() for path in self._folder.glob("*.failed")})
+        """What went wrong in the script's processes, so that steps are missing here."""
+        found = {path.read_text() for path in self._folder.glob("*.failed")}
+        for path in self._folder.glob(f"*{UNRECORDED}"):
+            name = path.name.split(".")[1]
+            found.add(
+                f"{name} was not recorded to its end: nothing could be written to {self._folder}. "
+                "Make room there, or set TMPDIR to another folder."
+            )
+        return sorted(found)
 
     def poll(self) -> list[tuple[History, list[dict[str, Any]], list[HistoryRow]]]:
         """The new events and rows of each optimizer that has any."""

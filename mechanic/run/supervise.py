@@ -31,7 +31,16 @@ def main(request: RunRequest) -> int:
     """Run the script and return its exit code. If a signal killed it, die by the same signal."""
     if not is_first_rank():  # only the first rank reports
         os.execve(sys.executable, request.command, _environment(request, None))
-    spool = tempfile.mkdtemp(prefix="mechanic-run-")
+    try:
+        spool = tempfile.mkdtemp(prefix="mechanic-run-")
+    except OSError as error:
+        sys.stderr.write(
+            f"mechanic run: no folder for temporary files can be written to ({error}). The script "
+            "runs, and its optimizers are tuned, but steps are not recorded. Set TMPDIR to a "
+            "folder with room.\n"
+        )
+        sys.stderr.flush()
+        os.execve(sys.executable, request.command, _environment(request, None))
     try:
         code = Supervisor(request, spool).run()
     finally:

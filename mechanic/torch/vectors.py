@@ -142,7 +142,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.sparse_mask(b).values(), b.values()
     dtype = working_dtype(a)
     if a.numel() <= _SMALL:
-        return torch.mul(a.to(dtype), b.to(dtype)).sum()
+        return torch.mul(a.to(dtype), b.to(dtype)).sum(dtype=scalar_dtype(a.device))
     if b.dtype == a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
     parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in _split(_PIECE, a, b)]
