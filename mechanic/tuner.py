@@ -281,7 +281,7 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     xp = namespace(sums.dd)
     grown = xp.sqrt(sums.dd) - state.D
     U = _max(_max(_finite(grown), _finite(xp.sqrt(sums.uu))), state.U)
-    size = xp.sqrt(_max(sums.x1, FLOOR**2 * sums.d))
+    size = xp.sqrt(_max(_finite(sums.x1), FLOOR**2 * sums.d))  # one weight may be infinite
     return _divide(START * size, U), U
 
 

@@ -133,3 +133,19 @@ def test_add_param_group_mid_run(base: Base) -> None:
         opt.param_groups[0]["effective_lr"], 2 * opt.param_groups[1]["effective_lr"]
     )
     assert_moved(opt)
+
+
+@few_bases
+def test_a_group_that_is_taken_out(base: Base) -> None:
+    """The others go on, and keep what they have learned."""
+    problem = make_problem(base)
+    groups = [{"params": problem.params[:2]}, {"params": problem.params[2:]}]
+    opt = mechanize(base.factory(groups, lr=1.0))
+    train(opt, problem, 20)
+    scale = float(tuner(opt).scale)
+    opt.param_groups.pop()
+    rest, others = values(problem.params[2:]), values(problem.params[:2])
+    train(opt, problem, 5, start=20)
+    assert_equal(problem.params[2:], rest)
+    assert not all(map(torch.equal, problem.params[:2], others))
+    assert scale / 10 < float(tuner(opt).scale) < scale * 10

@@ -587,3 +587,12 @@ def test_a_bad_option_leaves_the_optimizer_as_it_was() -> None:
 
 def test_the_handle_is_public() -> None:
     assert isinstance(tuner(trained(BY_ID["AdamW"])[0]), Tuner)
+
+
+def test_what_an_optimizer_shows_of_itself():
+    opt, _ = trained(BY_ID["AdamW"])
+    shown = repr(opt)
+    assert shown.startswith("AdamW (")
+    assert "mechanic" not in shown
+    assert f"effective_lr: {opt.param_groups[0]['effective_lr']}" in shown
+    assert f"lr: {opt.param_groups[0]['lr']}" in shown

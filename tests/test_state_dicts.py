@@ -164,3 +164,17 @@ def test_a_hook_that_fails_leaves_nothing_behind():
     opt.load_state_dict(from_bytes(trained("AdamW").checkpoint))
     set_weights(problem, trained("AdamW").weights)
     assert_ends_the_same(opt, problem, "AdamW")
+
+
+@few_bases
+def test_a_state_dict_that_is_kept_does_not_change_with_later_steps(row):
+    opt, problem = make(row)
+    train(opt, problem, HALF)
+    kept = opt.state_dict()
+    rates = [float(group["effective_lr"]) for group in kept["param_groups"]]
+    train(opt, problem, 10)
+    assert [float(group["effective_lr"]) for group in kept["param_groups"]] == rates
+    now = [float(group["effective_lr"]) for group in opt.param_groups]
+    assert now != rates
+    opt.load_state_dict(kept)
+    assert [float(group["effective_lr"]) for group in opt.param_groups] == rates

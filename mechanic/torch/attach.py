@@ -295,7 +295,7 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
     def state_dict(self: Any) -> dict[str, Any]:
         """The base's state, each parameter's displacement, and in every group the tuner."""
         with checkpoint.publishing(self, self._mechanic):
-            return base.state_dict(self)
+            return checkpoint.with_rates_of_now(base.state_dict(self))
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Go on exactly where a checkpoint left off, or, from a plain optimizer's, start tuning.
@@ -314,11 +314,17 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
         }
         return own | base.__getstate__(self)
 
+    def show(self: Any) -> str:
+        shown: Any = object.__new__(base)
+        vars(shown).update(vars(self), param_groups=checkpoint.groups_to_show(self))
+        return base.__repr__(shown)
+
     body: dict[str, Any] = {
         "__doc__": f"{base.__name__}, mechanized.",
         "__module__": "mechanic.torch",
         "__init__": init,
         "__getstate__": get_state,
+        "__repr__": show,
         "step": _like(base.step, mechanized_step),
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,

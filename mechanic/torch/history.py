@@ -85,7 +85,7 @@ class RateHistory:
         has_risen = step.has_risen
         if has_risen.is_no and not self.is_starting:
             return
-        kept = self.lrs + [None] * (len(step.typed) - len(self.lrs))
+        kept = (self.lrs + [None] * len(step.typed))[: len(step.typed)]
         for i, lr in enumerate(step.typed):
             had = kept[i]
             if not isinstance(lr, Tensor):
@@ -100,7 +100,7 @@ class RateHistory:
         self.lrs = kept
 
     def _typed(self, groups: list[dict[str, Any]]) -> list[Any]:
-        before = self.lrs + [0.0] * (len(groups) - len(self.lrs))
+        before = (self.lrs + [0.0] * len(groups))[: len(groups)]
         lrs = [typed_lr(group) for group in groups]
         return [
             torch.where(lr == 0, last, lr).reshape(()) if isinstance(lr, Tensor) else lr or last
