@@ -1,17 +1,19 @@
-"""The status line, on a terminal that `pyte` plays."""
+"""The status line, on a terminal that `pyte` plays, and on one of tmux."""
 
 import fcntl
 import os
 import pty
 import re
 import select
+import shlex
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyte
@@ -21,7 +23,7 @@ from running import MECHANIC, environment, write
 ROWS, COLUMNS = 24, 80
 REGION = re.compile(rb"\x1b\[(\d*)(?:;(\d*))?r")
 # What the line writes, each time in one piece, between what the script writes
-LINE = re.compile(rb"(?:\x1b\[r\x1bD)?\x1b7[^\n]*?\x1b8(?:\x1b\[1A)?")
+LINE = re.compile(rb"(?:\x1b7\x1b\[r\x1b8\x1bD)?\x1b7[^\n]*?\x1b8(?:\x1b\[1A)?")
 
 
 # Makes the terminal that of its session, and becomes what is to run there.
@@ -183,3 +185,93 @@ def test_ctrl_c_kills_as_it_kills_python(tmp_path: Path) -> None:
     assert terminal.read() == -signal.SIGINT
     assert terminal.output.count(b"KeyboardInterrupt") == 1
     assert b"killed by SIGINT" in terminal.output
+
+
+class Tmux:
+    """A terminal of tmux with a shell in it. Unlike `pyte`, it moves the cursor to the top where a
+    scroll region is set, as real terminals do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tmux = ["tmux", "-S", str(folder / "socket"), "-f", "/dev/null"]
+        shell = "bash --norc --noprofile -i"
+        size = ["-x", str(COLUMNS), "-y", str(ROWS)]
+        self._call("new-session", "-d", *size, f"cd {shlex.quote(str(folder))} && exec {shell}")
+        self.type("PS1='$ '", "Enter")
+
+    def _call(self, *arguments: str) -> str:
+        command = [*self._tmux, *arguments]
+        kept = {k: v for k, v in environment().items() if not k.startswith("TMUX")}
+        run = subprocess.run(command, env=kept, capture_output=True, text=True, check=True)
+        return run.stdout
+
+    def type(self, *keys: str) -> None:
+        self._call("send-keys", *keys)
+
+    def rows(self) -> list[str]:
+        return self._call("capture-pane", "-p").splitlines()
+
+    def read(self, until: Callable[[list[str]], bool]) -> list[str]:
+        end = time.monotonic() + 60
+        while not until(rows := self.rows()):
+            assert time.monotonic() < end, "\n".join(rows)
+            time.sleep(0.05)
+        return rows
+
+    def end(self) -> None:
+        subprocess.run([*self._tmux, "kill-server"], check=False, capture_output=True)
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    write(
+        tmp_path,
+        """
+        import sys
+        one, two = make_model(), make_model()
+        first = torch.optim.AdamW(one.parameters(), lr=1e-4)
+        second = torch.optim.SGD(two.parameters(), lr=1e-4)
+        for i in range(3):
+            train(one, first, steps=2)
+            train(two, second, steps=2)
+            print("script", i, flush=True)
+            sys.stdin.readline()
+        """,
+    )
+    terminal = Tmux(tmp_path)
+    yield terminal
+    terminal.end()
+
+
+def test_nothing_is_written_over_in_a_real_terminal(tmux: Tmux) -> None:
+    """What stood there stays, and what comes follows below it, also after Ctrl-Z and fg."""
+
+    def has(*texts: str) -> Callable[[list[str]], bool]:
+        return lambda rows: all(any(text in row for row in rows) for text in texts)
+
+    def place(rows: list[str], text: str) -> int:
+        return next(i for i, row in enumerate(rows) if row.startswith(text))
+
+    tmux.type("clear; seq -f 'before %g' 6", "Enter")
+    tmux.read(has("before 6"))
+    tmux.type(" ".join(map(shlex.quote, [*MECHANIC, "run", "train.py"])), "Enter")
+    rows = tmux.read(has("script 0", "step 2"))
+    assert [row for row in rows if row.startswith("before")] == [f"before {i}" for i in range(1, 7)]
+    assert place(rows, "before 6") < place(rows, "script 0")
+    # both optimizers, whole, in the last of 80 columns
+    assert re.match(
+        r"mechanic  AdamW  step 2  lr \S+e-\d+  \|  SGD  step 2  lr \S+e-\d+$", rows[-1]
+    )
+    tmux.type("C-z")
+    tmux.read(has("Stopped"))
+    tmux.type("fg", "Enter")
+    tmux.type("", "Enter")
+    rows = tmux.read(has("script 1", "step 4"))
+    assert place(rows, "before 6") < place(rows, "script 0") < place(rows, "script 1")
+    tmux.type("", "Enter")
+    tmux.read(has("script 2"))
+    tmux.type("", "Enter")
+    rows = tmux.read(has("mechanic run: train.py: exit code 0"))
+    assert place(rows, "script 2") < place(rows, "mechanic run:")
+    assert not any("step 6" in row for row in rows)  # the status line has left no trace

@@ -52,8 +52,9 @@ class Screen:
             return False
         self._columns, self._rows = size
         # One row down and up again (IND, CUU) moves a cursor out of the last row and keeps its
-        # column. DECSTBM moves the cursor to the top, so its position is saved and restored.
-        self._write(f"\033[r\033D{_SAVE}\033[1;{self._rows - 1}r{_RESTORE}\033[1A")
+        # column. DECSTBM moves the cursor to the top, so each time its position is saved before.
+        free = f"{_SAVE}\033[r{_RESTORE}"
+        self._write(f"{free}\033D{_SAVE}\033[1;{self._rows - 1}r{_RESTORE}\033[1A")
         return True
 
     def _write(self, text: str) -> None:

@@ -43,10 +43,13 @@ class Ending:
 def status_line(histories: Sequence[History]) -> str:
     """The state of every optimizer in one line; empty before the first step."""
     running = [one for one in histories if one.latest and one.status != "left"]
-    return "mechanic  " + "  |  ".join(map(_status, running)) if running else ""
+    if not running:
+        return ""
+    is_alone = len(running) == 1
+    return "mechanic  " + "  |  ".join(_status(one, in_full=is_alone) for one in running)
 
 
-def _status(history: History) -> str:
+def _status(history: History, *, in_full: bool) -> str:
     latest = history.latest
     assert latest is not None
     recent = next((row for row in history.rows if row.time >= latest.time - _RECENT), latest)
@@ -55,7 +58,8 @@ def _status(history: History) -> str:
     scale = "" if latest.scale != latest.scale else f"  scale {latest.scale:.2e}"
     low, high = min(latest.effective_lr), max(latest.effective_lr)
     lr = f"{low:.2e}" if low == high else f"{low:.2e} to {high:.2e}"
-    return f"{history.label}  step {latest.step:,}  {speed}{scale}  lr {lr}"
+    between = f"  {speed}{scale}" if in_full else ""  # several have to fit into one line
+    return f"{history.label}  step {latest.step:,}{between}  lr {lr}"
 
 
 def as_text(
