@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ STORAGE = "sqlite:///mechanic-bench.db"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and check the arguments, and call the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know a λ; it is shown a ?
+            stream.reconfigure(errors="replace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     target: list[str] = []
     if given[:1] == ["run"]:  # arguments after the script's name belong to the script

@@ -340,3 +340,15 @@ def test_a_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "rename it" in done.stderr
     assert "made no torch optimizer" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "report", "plot"])
+def test_help_on_a_terminal_that_knows_no_greek(command: str) -> None:
+    run = subprocess.run(
+        [*MECHANIC, command, "--help"],
+        env=environment(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii"),
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.isascii()
