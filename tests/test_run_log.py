@@ -251,6 +251,7 @@ RAMP = [1e-4 * 2**i for i in range(10)]
         (100 * [0.0], {"skipped": 100}, "100 of 100 steps were skipped"),
         (100 * [0.0], {}, "the scale stayed at 0: no step had a gradient"),
         (RAMP, {}, "only 10 steps"),
+        (RAMP[:1], {}, "only 1 step:"),
     ],
 )
 def test_warnings_name_their_cause(scales: list[float], options, warning: str | None) -> None:
@@ -260,6 +261,17 @@ def test_warnings_name_their_cause(scales: list[float], options, warning: str | 
     else:
         (said,) = warnings
         assert warning in said
+
+
+def test_a_scale_that_makes_up_for_a_falling_schedule_is_no_reason_to_train_longer() -> None:
+    """What counts is the lr in force."""
+    parts = [(step + 0.5) / 100 for step in range(100)]
+    falling = [(1 + math.cos(math.pi * part)) / 2 for part in parts]
+    scales = RAMP + [0.1 / lr**0.8 for lr in falling[10:]]
+    assert scales[-1] > 10 * scales[75]
+    made = make_history(scales)
+    made.rows = [row._replace(lr=(lr,)) for row, lr in zip(made.rows, falling, strict=True)]
+    assert advice.analyze(made).warnings == ()
 
 
 def test_the_suggestion_is_the_level_after_the_ramp_at_the_lr_that_is_typed() -> None:

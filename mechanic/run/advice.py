@@ -9,7 +9,7 @@ from mechanic.run.spool import GroupRates, History
 
 _MIN_STEPS = 30  # fewer steps say nothing yet
 _GROWTH = 3.0  # a scale that stayed below this multiple of its first value has not grown
-_STILL_GROWING = 1.5  # the final scale over that at three quarters of the run
+_STILL_GROWING = 1.5  # the lr in force at the end over that at three quarters of the run
 _AT_CAP = 0.99  # of the cap
 
 
@@ -117,7 +117,7 @@ def _warnings_without_scale(history: History, skipped: int) -> Iterable[str]:
 
 
 def _warnings(history: History, rows: Sequence[HistoryRow], skipped: int) -> Iterable[str]:
-    steps, final = history.steps, rows[-1].scale
+    steps = history.steps
     highest = max(row.scale for row in rows)
     if 2 * skipped > steps:
         yield _mostly_skipped(steps, skipped)
@@ -127,7 +127,7 @@ def _warnings(history: History, rows: Sequence[HistoryRow], skipped: int) -> Ite
             "fp16 and GradScaler the first few are normal; otherwise look at the loss."
         )
     if steps < _MIN_STEPS:
-        yield f"only {steps:,} steps: too few to learn an lr. Train longer."
+        yield f"only {steps:,} step{'s' * (steps != 1)}: too few to learn an lr. Train longer."
         return
     if any(row.scale >= _AT_CAP * history.max_scale for row in rows):
         capped = [row.step for row in rows if row.scale >= _AT_CAP * history.max_scale]
@@ -142,15 +142,19 @@ def _warnings(history: History, rows: Sequence[HistoryRow], skipped: int) -> Ite
             "a loss that does not depend on the parameters, labels that do not belong to the "
             "inputs, or gradients that are only noise. If training looks right, try --s-init 1e-3."
         )
-    elif final >= _STILL_GROWING * _scale_at(rows, 0.75 * steps) and final >= 0.9 * highest:
+    elif _is_growing(rows):
         yield (
-            "the scale was still growing at the end, so the suggested lr is probably too small. "
-            "Train longer."
+            "the lr in force was still growing at the end, so the suggested lr is probably too "
+            "small. Train longer."
         )
 
 
-def _scale_at(rows: Sequence[HistoryRow], step: float) -> float:
-    return next(row.scale for row in rows if row.step >= step)
+def _is_growing(rows: Sequence[HistoryRow]) -> bool:
+    """Whether the learning rate in force was still growing at the end. The scale alone may grow to
+    make up for a schedule that falls."""
+    last, highest = max(rows[-1].effective_lr), max(max(row.effective_lr) for row in rows)
+    before = next(row for row in rows if row.step >= 0.75 * rows[-1].step)
+    return last >= _STILL_GROWING * max(before.effective_lr) and last >= 0.9 * highest
 
 
 def _mostly_skipped(steps: int, skipped: int) -> str:
