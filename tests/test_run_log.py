@@ -2,14 +2,20 @@
 
 import json
 import math
+import random
 import re
 import resource
 import subprocess
 import sys
+import tempfile
+import warnings
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.pyplot import imread
 from running import MECHANIC, Logged, call, environment, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -364,3 +370,47 @@ def test_help_on_a_terminal_that_knows_no_greek(command: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.isascii()
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_history_is_drawn_without_what_is_damaged(done, seed: int, count: int) -> None:
+    """Bytes that are flipped, cut out or doubled, anywhere."""
+    draw = random.Random(seed)
+    data = bytearray((done[0] / "runs" / "x" / "history.jsonl").read_bytes())
+    for _ in range(count):
+        place = draw.randrange(len(data))
+        how = draw.choice(["flip", "cut", "double"])
+        if how == "flip":
+            data[place] ^= 1 << draw.randrange(8)
+        elif how == "cut":
+            del data[place : place + draw.randrange(1, 200)]
+        else:
+            data[place:place] = data[place : place + draw.randrange(1, 50)]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "history.jsonl").write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            curves = plot.load(Path(folder))
+        assert curves
+        for one in curves:
+            assert len(one.steps) == len(one.scale) == len(one.rates)
+            one.groups()
+
+
+def test_a_damaged_history_is_told(done, tmp_path: Path) -> None:
+    lines = (done[0] / "runs" / "x" / "history.jsonl").read_text().splitlines()
+    lines[5] = '{"step": "five"}'
+    (tmp_path / "history.jsonl").write_text("\n".join([*lines, '{"step": 9']))
+    with pytest.warns(UserWarning, match="damaged in 2 lines, first in line 6"):
+        assert main(["plot", str(tmp_path), "-o", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_many_groups_in_one_plot(tmp_path: Path) -> None:
+    """Twelve curves have names; the figure is not made of its legend."""
+    curves = plot.Curves("AdamW")
+    for step in range(1, 50):
+        curves.add(step, 0.1 * step, [step * (group + 1) for group in range(100)])
+    plot.draw([curves], tmp_path / "many.png")
+    assert imread(tmp_path / "many.png").shape[:2] == (960, 1200)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from mechanic.run.log import HISTORY
 from mechanic.run.spool import History
+
+_NAMED = 12  # so many curves have a name in the legend
 
 
 @dataclass
@@ -51,7 +54,8 @@ def _positive_or_nan(number: float | None) -> float:
 
 
 def load(folder: Path, *, name: str = "") -> list[Curves]:
-    """Read the history in a log folder. A last line that is incomplete is left out.
+    """Read the history in a log folder. Lines that are damaged or incomplete are left out, which a
+    warning tells of all but the last.
 
     Raises:
         ValueError: if there is no history, or no step in it.
@@ -60,18 +64,39 @@ def load(folder: Path, *, name: str = "") -> list[Curves]:
     if not path.is_file():
         raise ValueError(f"there is no {HISTORY} in {folder}; give folders that --log has written.")
     found: dict[str, Curves] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if "step" in row and "event" not in row:
+    rows = list(map(_read, path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    for row in rows:
+        if row is not None and "event" not in row:
             label = row["optimizer"]
             curves = found.setdefault(label, Curves(f"{name} {label}" if name else label))
             curves.add(row["step"], row["scale"], row["effective_lr"])
+    damaged = [number for number, row in enumerate(rows, 1) if row is None]
+    if damaged and damaged != [len(rows)]:
+        text = f"{path} is damaged in {len(damaged):,} lines, first in line {damaged[0]:,}"
+        warnings.warn(f"{text}; they were left out.", stacklevel=2)
     if not found:
         raise ValueError(f"{folder} has no steps to draw: no optimizer took a step in that run.")
     return list(found.values())
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """An event, or a step with all that is drawn of it; None where a line is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    if "event" in row:
+        return row
+    rates = row.get("effective_lr")
+    is_sound = (
+        "scale" in row and isinstance(row.get("optimizer"), str) and type(row.get("step")) is int
+    )
+    if not is_sound or not isinstance(rates, list):
+        return None
+    numbers = [row.get("scale"), *rates]
+    return row if all(n is None or type(n) in (int, float) for n in numbers) else None
 
 
 def load_all(folders: Sequence[Path]) -> list[Curves]:
@@ -113,10 +138,15 @@ def draw(curves: Sequence[Curves], path: Path) -> None:
         for axis in axes[:, 0]:
             axis.set_yscale("log")
             axis.grid(True, alpha=0.3, which="major")
-        handles = axes[-1, 0].get_legend_handles_labels()
-        figure.legend(
-            *handles, loc="outside upper center", ncols=min(3, len(handles[0])), frameon=False
-        )
+        handles, labels = axes[-1, 0].get_legend_handles_labels()
+        if len(labels) > _NAMED:
+            handles = handles[:_NAMED]
+            labels = [
+                *labels[: _NAMED - 1],
+                f"{labels[_NAMED - 1]}, and {len(labels) - _NAMED} more",
+            ]
+        place = {"loc": "outside upper center", "ncols": min(3, len(labels))}
+        figure.legend(handles, labels, frameon=False, **place)
         figure.set_layout_engine("constrained")
         figure.savefig(path, dpi=150)
         plt.close(figure)
