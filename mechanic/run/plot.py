@@ -140,13 +140,11 @@ def draw(curves: Sequence[Curves], path: Path) -> None:
             axis.grid(True, alpha=0.3, which="major")
         handles, labels = axes[-1, 0].get_legend_handles_labels()
         if len(labels) > _NAMED:
-            handles = handles[:_NAMED]
-            labels = [
-                *labels[: _NAMED - 1],
-                f"{labels[_NAMED - 1]}, and {len(labels) - _NAMED} more",
-            ]
-        place = {"loc": "outside upper center", "ncols": min(3, len(labels))}
-        figure.legend(handles, labels, frameon=False, **place)
+            more = f", and {len(labels) - _NAMED} more"
+            handles, labels = handles[:_NAMED], labels[:_NAMED]
+            labels[-1] += more
+        columns = min(3, len(labels))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
         figure.set_layout_engine("constrained")
         figure.savefig(path, dpi=150)
         plt.close(figure)
