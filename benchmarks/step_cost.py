@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Shapes]] = {
         "25M in 100 tensors": [(500, 500)] * 100,
         "25M in 4 tensors": [(2500, 2500)] * 4,
         "0.5M in 500 tensors": [(1000,)] * 500,
+        "5K in 4 tensors": [(64, 64), (64,), (10, 64), (10,)],
     },
     "cuda": {
         "124M": shapes(768, 12),

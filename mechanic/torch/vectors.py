@@ -27,9 +27,9 @@ _SMALL = 1 << 14
 
 _WIDE = (torch.float32, torch.float64)  # what is computed in
 
-# So many elements are moved at a time: few enough to stay in a CPU's cache, and on a GPU to need
-# little memory.
-_PIECE = 1 << 15
+# So many elements are moved at a time: few enough to need little memory, and enough for the calls
+# not to cost more than the work.
+_PIECE = 1 << 18
 _PIECE_ON_GPU = 1 << 21
 _NARROW_PIECE_ON_GPU = 1 << 19  # rounding takes some 15 numbers for each element
 
