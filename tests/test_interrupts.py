@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import mechanic.torch
-from mechanic.torch import mechanize, tuner
+from mechanic.torch import mechanize, tuner, vectors
+
+
+@pytest.fixture(autouse=True)
+def several_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters are moved in several pieces, as those of a large model are."""
+    monkeypatch.setattr(vectors, "_PIECE", 1 << 14)
 
 
 class Unknown(Optimizer):
@@ -371,8 +377,6 @@ def test_memory_that_runs_out_in_the_middle_of_the_move(monkeypatch):
     run = trained("AdamW")
     run.give_gradients()
     before, after = run.weights(), run.after().weights()
-    from mechanic.torch import vectors
-
     moved, calls = vectors._moved, []
 
     def scarce(*args: Any) -> Any:

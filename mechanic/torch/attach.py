@@ -292,6 +292,25 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
     def mechanized_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return step(self, self._mechanic, unhooked(base.step), args, kwargs)
 
+    body: dict[str, Any] = {
+        "__doc__": f"{base.__name__}, mechanized.",
+        "__module__": "mechanic.torch",
+        "__init__": init,
+        "step": _like(base.step, mechanized_step),
+        "_base": base,
+        "_options": options,
+        "_process_group": process_group,
+        **_ways_to_save(base),
+    }
+    if has_modes(base):
+        body |= {mode: _make_mode(base, mode) for mode in MODES}
+    made: type[O] = _metaclass_for(base)(base.__name__, (base,), body)
+    return made
+
+
+def _ways_to_save(base: type[Optimizer]) -> dict[str, Callable[..., Any]]:
+    """The methods by which an optimizer is saved, loaded, copied and shown."""
+
     def state_dict(self: Any) -> dict[str, Any]:
         """The base's state, each parameter's displacement, and in every group the tuner."""
         with checkpoint.publishing(self, self._mechanic):
@@ -319,23 +338,12 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
         vars(shown).update(vars(self), param_groups=checkpoint.groups_to_show(self))
         return base.__repr__(shown)
 
-    body: dict[str, Any] = {
-        "__doc__": f"{base.__name__}, mechanized.",
-        "__module__": "mechanic.torch",
-        "__init__": init,
-        "__getstate__": get_state,
-        "__repr__": show,
-        "step": _like(base.step, mechanized_step),
+    return {
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
-        "_base": base,
-        "_options": options,
-        "_process_group": process_group,
+        "__getstate__": get_state,
+        "__repr__": show,
     }
-    if has_modes(base):
-        body |= {mode: _make_mode(base, mode) for mode in MODES}
-    made: type[O] = _metaclass_for(base)(base.__name__, (base,), body)
-    return made
 
 
 def _like(base_step: Any, mechanized_step: Callable[..., Any]) -> Callable[..., Any]:

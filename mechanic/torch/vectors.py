@@ -31,7 +31,8 @@ _WIDE = (torch.float32, torch.float64)  # what is computed in
 # not to cost more than the work.
 _PIECE = 1 << 18
 _PIECE_ON_GPU = 1 << 21
-_NARROW_PIECE_ON_GPU = 1 << 19  # rounding takes some 15 numbers for each element
+_NARROW_PIECE = 1 << 15  # rounding takes some 15 numbers for each element
+_NARROW_PIECE_ON_GPU = 1 << 19
 
 
 class Batch(NamedTuple):
@@ -239,7 +240,7 @@ def pieces(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> Iterator
     """A batch in pieces that are moved one after the other."""
     limit = _NARROW_PIECE_ON_GPU if batch.is_narrow else _PIECE_ON_GPU
     if batch.device.type == "cpu":
-        limit = _PIECE
+        limit = _NARROW_PIECE if batch.is_narrow else _PIECE
     rows = zip(batch.params, batch.displacements, points, origin, strict=True)
     together: list[tuple[Tensor, ...]] = []
     size = 0
