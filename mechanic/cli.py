@@ -17,7 +17,8 @@ STORAGE = "sqlite:///mechanic-bench.db"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and check the arguments, and call the command."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know a λ; it is shown a ?
+        # A terminal may not know a λ. It is shown a ?, where Python would end in an error.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     target: list[str] = []

@@ -117,7 +117,12 @@ class Options:
 
 def _is_real(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number, of any library that registers its types as `Real`."""
-    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+    if type(value) is bool or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _checked_betas(betas: Any) -> tuple[float, ...]:

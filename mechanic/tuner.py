@@ -163,7 +163,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     # A fall larger than any before: what was counted when less was at stake counts as much less.
     v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
-    rest = 1 - cosine**2 * (1 - much)
+    rest = 1 - cosine * cosine * (1 - much)
     c = _divide(rest * cosine + 0 * m, m)
     # In noise, steps in a row along Δ that come to as much as the largest are not chance: what was
     # counted before, when there was nothing to see, counts for less.
@@ -174,7 +174,7 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     worth = xp.clip(part / LEAST, 0.0, 1.0)
     # Without noise, a cosine of some size against Δ says that the run diverges, however slow the
     # tuner has become. In noise, large cosines only raise S.
-    large = much * cosine**2
+    large = much * cosine * cosine
     toward = gain * c + xp.where(v > 0, noise * large, 0.0)
     against = gain * abs(c) + m**2 * large
     # The square: when all is learned every step goes along Δ, however large S is.

@@ -3,8 +3,10 @@ left as it was."""
 
 import abc
 import copy
+import gc
 import pickle
-from typing import Any, Generic, TypeVar
+import threading
+from typing import Any, ClassVar, Generic, TypeVar
 from unittest import mock
 
 import pytest
@@ -188,7 +190,102 @@ def test_what_fails_is_left_as_it_was(room, monkeypatch):
     assert float(tuner(mechanize(optimizer)).scale) == 0
 
 
-@pytest.mark.parametrize("make", [SGD, lambda p, lr: AdamW(p, lr, fused=True)])
+class Freeing(SGD):
+    """It holds something outside of Python, which it frees when it is deleted."""
+
+    held: ClassVar[set[int]] = set()
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.held.add(id(self))
+        self.key = id(self)
+
+    def __del__(self) -> None:
+        self.held.discard(self.key)
+
+
+class InSlots(SGD):
+    __slots__ = ("count",)
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} after {self.count} steps"
+
+
+def test_a_base_that_frees_what_it_holds_is_deleted_once():
+    weight, expected = new_weight(), new_weight()
+    optimizer = mechanize(Freeing([weight], lr=1.0))
+    torch.testing.assert_close(
+        train(optimizer, weight), train(mechanize(SGD([expected], lr=1.0)), expected)
+    )
+    repr(optimizer)
+    gc.collect()
+    assert optimizer.key in Freeing.held
+    del optimizer
+    gc.collect()
+    assert not Freeing.held
+
+
+def test_attributes_in_slots():
+    weight, expected = new_weight(), new_weight()
+    optimizer = mechanize(InSlots([weight], lr=1.0))
+    torch.testing.assert_close(
+        train(optimizer, weight), train(mechanize(SGD([expected], lr=1.0)), expected)
+    )
+    assert repr(optimizer) == "InSlots after 25 steps"
+
+
+class Locked(SGD):
+    """It leaves a lock out of what is pickled."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("lock", "step")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_a_base_that_says_what_is_pickled():
+    weight = new_weight()
+    optimizer = mechanize(Locked([weight], lr=1.0))
+    train(optimizer, weight)
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert other.lock is not optimizer.lock
+    train(optimizer, weight, 5)
+    assert torch.equal(train(other, other.param_groups[0]["params"][0], 5), weight)
+
+
+def test_a_state_dict_of_another_form():
+    class Other(SGD):
+        def state_dict(self) -> Any:
+            return {"state": {}, "param_groups": {"a": 1}}
+
+    assert mechanize(Other([new_weight()], lr=1.0)).state_dict()["param_groups"] == {"a": 1}
+
+
+def test_a_subclass_shows_its_own_name():
+    class Mine(mechanize(AdamW)):  # type: ignore[misc]
+        pass
+
+    assert repr(Mine([new_weight()], lr=1.0)).startswith("Mine (")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [SGD, AdamW, lambda p, lr: AdamW(p, lr, foreach=True), lambda p, lr: AdamW(p, lr, fused=True)],
+)
 def test_fake_tensors(make):
     """What tools use that ask for shapes and memory alone; wherever the plain base can step."""
     with FakeTensorMode():

@@ -309,6 +309,34 @@ def test_any_error_of_mechanize_leaves_the_script_plain_and_is_told(tmp_path: Pa
     assert "TypeError: no attributes of others here" in " ".join(run.stderr.split())
 
 
+def test_an_optimizer_without_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    """Its group has lr=None (transformers' Adafactor), and what is learned is told all the same."""
+    write(
+        tmp_path,
+        """
+        class OwnRate(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {"lr": None})
+            def step(self):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.data.add_(param.grad, alpha=-1e-3)
+
+        model = make_model()
+        train(model, OwnRate(model.parameters()), steps=60)
+        print("trained")
+        """,
+    )
+
+    run = call(tmp_path, "--log", "log", "train.py")
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "trained\n"
+    assert "OwnRate: tuned, 60 steps" in run.stderr
+    assert "nan" not in run.stderr
+    assert all(row["effective_lr"][0] > 0 for row in Logged(tmp_path / "log").of("OwnRate")[5:])
+
+
 def test_bases_closures_tensors_and_compiled_steps(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -56,7 +56,7 @@ def analyze(history: History) -> Findings:
         return Findings(typed, name, None, None, (), skipped, warnings)
     scales = [row.scale for row in rows]
     level = weighted_median(_weighted_by_lr(rows, rows[-1].step / 2))
-    ramp = next(row.step for row in rows if row.scale >= level / 2)
+    ramp = next((row.step for row in rows if row.scale >= level / 2), rows[0].step)
     settled = weighted_median(_weighted_by_lr(rows, ramp))
     spread = Spread(scales[-1], weighted_median(_weighted_by_steps(rows)), min(scales), max(scales))
     warnings = tuple(_warnings(history, rows, skipped))
@@ -82,7 +82,7 @@ def _weighted_by_lr(rows: Sequence[HistoryRow], first: float) -> list[tuple[floa
     """The scales from step `first` on. Each counts by the lr of its steps: when a schedule falls,
     the scale rises to make up for it, which says nothing about the lr to start from."""
     return [
-        (scale, steps * sum(row.lr))
+        (scale, steps * sum(lr for lr in row.lr if math.isfinite(lr)))
         for (scale, steps), row in zip(_weighted_by_steps(rows), rows, strict=True)
         if row.step >= first
     ]
@@ -94,7 +94,7 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     >>> weighted_median([(1.0, 5), (2.0, 1), (9.0, 3)])
     1.0
     """
-    ordered = sorted(values)
+    ordered = sorted((value, weight) for value, weight in values if math.isfinite(weight))
     half = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:
         half -= weight

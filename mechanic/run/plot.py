@@ -96,7 +96,11 @@ def _read(line: str) -> dict[str, Any] | None:
     if not is_sound or not isinstance(rates, list):
         return None
     numbers = [row.get("scale"), *rates]
-    return row if all(n is None or type(n) in (int, float) for n in numbers) else None
+    return row if all(n is None or _is_number(n) for n in numbers) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def load_all(folders: Sequence[Path]) -> list[Curves]:

@@ -79,8 +79,13 @@ class Recorder:
         self._thinning = Thinning()
 
     def _record_row(self, optimizer: Optimizer, mechanism: Any) -> None:
-        typed: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-        lrs = [math.nan if lr is None else lr for lr in typed]
+        # As `mechanize` sees it: a base without a learning rate of its own has 1.
+        none = math.nan if mechanism is None else 1.0
+        lrs: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        for i, lr in enumerate(lrs):
+            if not isinstance(lr, Tensor):
+                number = _as_number(lr)
+                lrs[i] = none if number is None else number
         on_host = mechanism is None or mechanism.scale.is_cpu
         for i, lr in enumerate(lrs):
             if isinstance(lr, Tensor):
@@ -135,9 +140,10 @@ class Recorder:
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        with contextlib.suppress(OSError):  # a file without content needs no room
-            path = f"{time.time_ns()}-{os.getpid()}.{self._name}{UNRECORDED}"
-            open(os.path.join(str(self._spool), path), "w").close()
+        if isinstance(error, OSError):
+            with contextlib.suppress(OSError):  # a file without content needs no room
+                path = f"{time.time_ns()}-{os.getpid()}.{self._name}{UNRECORDED}"
+                open(os.path.join(str(self._spool), path), "w").close()
         self._spool = self._writer = None
         sys.stderr.write(f"mechanic run: {self._name} is no longer recorded: {error!r}\n")
 

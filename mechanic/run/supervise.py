@@ -136,11 +136,17 @@ class Supervisor:
         if self._request.plot:
             self._guard(self._draw)
         if not self._request.quiet:
-            failures = self._spool.failures
-            text = as_text(ending, self._spool.histories, list(self._problems), failures)
+            text = self._summarize(ending)
             with contextlib.suppress(OSError):  # standard error may be closed
                 sys.stderr.write(text)
                 sys.stderr.flush()
+
+    def _summarize(self, ending: Ending) -> str:
+        spool = self._spool
+        try:
+            return as_text(ending, spool.histories, list(self._problems), spool.failures)
+        except Exception as error:  # the script's exit code is not ours to change
+            return f"mechanic run: the summary could not be made: {error!r}\n"
 
     def _close_log(self, ending: Ending) -> None:
         for history in self._spool.histories:

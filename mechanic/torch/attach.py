@@ -141,11 +141,13 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     made, had = mechanized_class(base, options), dict(vars(optimizer))
     groups = [dict(group) for group in optimizer.param_groups]
+    state = {k: dict(v) if isinstance(v, dict) else v for k, v in optimizer.state.items()}
     try:
         optimizer.__class__ = made
         _attach(optimizer, options, process_group)
     except BaseException:
         _restore(optimizer, base, had, groups)
+        optimizer.state.update(state)
         raise
     return optimizer
 
@@ -328,15 +330,17 @@ def _ways_to_save(base: type[Optimizer]) -> dict[str, Callable[..., Any]]:
     def get_state(self: Any) -> dict[str, Any]:
         # torch leaves out what a subclass keeps as attributes (a fused base's flags, Lion's
         # settings); a copy needs them. Hooks stay behind, as in torch's own.
+        if base.__getstate__ is not Optimizer.__getstate__:
+            return {MECHANISM: self._mechanic, **base.__getstate__(self)}
         own = {
             k: v for k, v in vars(self).items() if not k.startswith("_optimizer_") and k != "step"
         }
         return own | base.__getstate__(self)
 
     def show(self: Any) -> str:
-        shown: Any = object.__new__(base)
-        vars(shown).update(vars(self), param_groups=checkpoint.groups_to_show(self))
-        return base.__repr__(shown)
+        # The tuner's numbers in the groups are for checkpoints, not for people.
+        lines = base.__repr__(self).split("\n")
+        return "\n".join(x for x in lines if not x.startswith(f"    {checkpoint.TUNER}: "))
 
     return {
         "state_dict": state_dict,

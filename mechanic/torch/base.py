@@ -1,5 +1,6 @@
 """Running the base: what it does to copies of the parameters is its proposal."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ def steps_in_place(call: Call) -> bool:
     """Whether the base has to be run on the parameters themselves: in compiled code, which writes
     last, where it evaluates a closure again or differentiates once more, and where it knows the
     parameters by other ways than its groups."""
-    if is_traced() or call.evaluates_again:
+    kind: Any = type(call.optimizer)
+    if is_traced() or call.evaluates_again or _is_one_of_a_kind(kind):
         return True
     if is_familiar(call):
         return False
@@ -52,6 +54,14 @@ def steps_in_place(call: Call) -> bool:
     return mechanism.steps_in_place or any(
         param.grad is not None and param.grad.requires_grad for param in params
     )
+
+
+@functools.cache
+def _is_one_of_a_kind(cls: type) -> bool:
+    """Whether a base cannot have a twin: it has attributes in slots, or frees something when it is
+    deleted, which the twin would free as well."""
+    slots = [name for base in cls.__mro__ for name in (getattr(base, "__slots__", None) or ())]
+    return hasattr(cls, "__del__") or bool(set(slots) - {"__dict__", "__weakref__"})
 
 
 def _params_of(optimizer: Any) -> list[Tensor]:

@@ -17,6 +17,13 @@ def is_traced() -> bool:
     return any(torch._C._get_dispatch_mode(mode) for mode in (_MODES.PROXY, _MODES.FAKE))
 
 
+def is_fake() -> bool:
+    """Whether a step is run on fake tensors alone, of which nothing can be known."""
+    return is_traced() and not (
+        torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_MODES.PROXY)
+    )
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on a device now is captured in a CUDA graph."""
     if device.type != "cuda" or torch.compiler.is_compiling():  # compiled code cannot ask

@@ -49,17 +49,9 @@ def publishing(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
 def with_rates_of_now(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict whose learning rates in force do not change with later steps."""
     for group in state_dict.get("param_groups", ()):
-        if isinstance(group.get(EFFECTIVE_LR), Tensor):
+        if isinstance(group, dict) and isinstance(group.get(EFFECTIVE_LR), Tensor):
             group[EFFECTIVE_LR] = group[EFFECTIVE_LR].clone()
     return state_dict
-
-
-def groups_to_show(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups as people want to see them, without the tuner's numbers."""
-    return [
-        {name: value for name, value in group.items() if name != TUNER}
-        for group in optimizer.param_groups
-    ]
 
 
 def strip(optimizer: Optimizer) -> None:
