@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bases import (
@@ -204,3 +205,16 @@ def test_lrs_that_are_changed_by_hand_are_as_on_a_schedule(base: Base) -> None:
         take_step(by_hand, one, step)
     assert_moved(by_hand)
     assert_equal(one.params, two.params)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64, int])
+def test_a_learning_rate_of_any_kind_of_number(kind):
+    """In float16 alone, a quotient by the lr that the base is run at would be out of range."""
+    ends = []
+    for lr in (1.0, kind(1)):
+        problem = make_problem()
+        opt = mechanize(torch.optim.AdamW(problem.params, lr=lr))
+        train(opt, problem, 20)
+        assert_moved(opt)
+        ends.append(values(problem.params))
+    assert_equal(*ends)

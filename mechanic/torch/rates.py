@@ -77,7 +77,7 @@ def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = No
     base_lr = proportional_lr(half=half)
     if isinstance(lr, Tensor):
         return Rate(live, torch.full_like(lr, base_lr), lr.reshape(()) / base_lr)
-    return Rate(live, lr if live.is_no else base_lr, lr / base_lr)
+    return Rate(live, lr if live.is_no else base_lr, float(lr) / base_lr)
 
 
 def proportional_lr(*, half: bool) -> float:
