@@ -199,21 +199,27 @@ def test_distributed_is_tuned_on_every_rank_and_reported_once(by: str, tmp_path:
     assert len(Logged(tmp_path / "log").of("AdamW")) == 20
 
 
-def test_a_disk_that_fills_up_ends_the_notes_and_not_the_script(tmp_path: Path) -> None:
+def call_with_files_up_to(
+    kibibytes: int, folder: Path, *options: str, steps: int
+) -> subprocess.CompletedProcess[str]:
+    """`mechanic run` where no file may grow beyond a size, as on a disk that is full."""
     write(
-        tmp_path,
-        """
+        folder,
+        f"""
         model = make_model()
-        train(model, torch.optim.AdamW(model.parameters()), steps=100)
+        train(model, torch.optim.AdamW(model.parameters()), steps={steps})
         print("trained")
         """,
     )
-    mechanic = " ".join([*MECHANIC, "run", "--log", "log", "train.py"])
-
-    run = subprocess.run(  # no file may grow beyond 12 KiB
-        ["bash", "-c", f"ulimit -f 12; exec {mechanic}"], cwd=tmp_path,
+    mechanic = " ".join([*MECHANIC, "run", *options, "train.py"])
+    return subprocess.run(
+        ["bash", "-c", f"ulimit -f {kibibytes}; exec {mechanic}"], cwd=folder,
         env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def test_a_disk_that_fills_up_ends_the_notes_and_not_the_script(tmp_path: Path) -> None:
+    run = call_with_files_up_to(12, tmp_path, "--log", "log", steps=100)
 
     assert run.returncode == 0, run.stderr
     assert run.stdout == "trained\n"
@@ -221,19 +227,7 @@ def test_a_disk_that_fills_up_ends_the_notes_and_not_the_script(tmp_path: Path) 
 
 
 def test_a_full_temporary_folder_is_told_and_ends_no_script(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        """
-        model = make_model()
-        train(model, torch.optim.AdamW(model.parameters()), steps=20)
-        print("trained")
-        """,
-    )
-    mechanic = " ".join([*MECHANIC, "run", "train.py"])
-    run = subprocess.run(  # no file may grow at all
-        ["bash", "-c", f"ulimit -f 0; exec {mechanic}"], cwd=tmp_path,
-        env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run = call_with_files_up_to(0, tmp_path, steps=20)
     said = " ".join(run.stderr.split())
     assert run.returncode == 0, run.stderr
     assert run.stdout == "trained\n"

@@ -56,7 +56,7 @@ def analyze(history: History) -> Findings:
         return Findings(typed, name, None, None, (), skipped, warnings)
     scales = [row.scale for row in rows]
     level = weighted_median(_weighted_by_lr(rows, rows[-1].step / 2))
-    ramp = next((row.step for row in rows if row.scale >= level / 2), rows[0].step)
+    ramp = next(row.step for row in rows if row.scale >= level / 2)
     settled = weighted_median(_weighted_by_lr(rows, ramp))
     spread = Spread(scales[-1], weighted_median(_weighted_by_steps(rows)), min(scales), max(scales))
     warnings = tuple(_warnings(history, rows, skipped))
@@ -94,7 +94,7 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     >>> weighted_median([(1.0, 5), (2.0, 1), (9.0, 3)])
     1.0
     """
-    ordered = sorted((value, weight) for value, weight in values if math.isfinite(weight))
+    ordered = sorted(values)
     half = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:
         half -= weight

@@ -82,17 +82,13 @@ class Recorder:
         # As `mechanize` sees it: a base without a learning rate of its own has 1.
         none = math.nan if mechanism is None else 1.0
         lrs: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-        for i, lr in enumerate(lrs):
-            if not isinstance(lr, Tensor):
-                number = _as_number(lr)
-                lrs[i] = none if number is None else number
         on_host = mechanism is None or mechanism.scale.is_cpu
         for i, lr in enumerate(lrs):
-            if isinstance(lr, Tensor):
-                if lr.is_cpu:
-                    lrs[i] = lr.item()
-                else:
-                    on_host = False
+            if isinstance(lr, Tensor) and not lr.is_cpu:
+                on_host = False
+                continue
+            number = _as_number(lr)
+            lrs[i] = none if number is None else number
         now = time.time()
         if not on_host:
             if self._device_rows is None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mechanic
 from mechanic.run.log import Log
@@ -30,7 +30,7 @@ _LIVE_INTERVAL, _QUIET_INTERVAL = 0.2, 0.5
 def main(request: RunRequest) -> int:
     """Run the script and return its exit code. If a signal killed it, die by the same signal."""
     if not is_first_rank():  # only the first rank reports
-        os.execve(sys.executable, request.command, _environment(request, None))
+        _become_the_script(request)
     try:
         spool = tempfile.mkdtemp(prefix="mechanic-run-")
     except OSError as error:
@@ -40,7 +40,7 @@ def main(request: RunRequest) -> int:
             "folder with room.\n"
         )
         sys.stderr.flush()
-        os.execve(sys.executable, request.command, _environment(request, None))
+        _become_the_script(request)
     try:
         code = Supervisor(request, spool).run()
     finally:
@@ -48,6 +48,11 @@ def main(request: RunRequest) -> int:
     if code < 0:
         die_by(-code)
     return code
+
+
+def _become_the_script(request: RunRequest) -> NoReturn:
+    """Run the script in this process, tuned and unrecorded."""
+    os.execve(sys.executable, request.command, _environment(request, None))
 
 
 def _environment(request: RunRequest, spool: str | None) -> dict[str, str]:

@@ -8,7 +8,8 @@ import copyreg
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from weakref import ref
 
@@ -139,31 +140,31 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     _refuse_replaced_step(optimizer)
     _refuse_to_clip(optimizer, options)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
-    made, had = mechanized_class(base, options), dict(vars(optimizer))
-    groups = [dict(group) for group in optimizer.param_groups]
-    state = {k: dict(v) if isinstance(v, dict) else v for k, v in optimizer.state.items()}
-    try:
+    made = mechanized_class(base, options)
+    with _as_it_was_if_this_fails(optimizer):
         optimizer.__class__ = made
         _attach(optimizer, options, process_group)
-    except BaseException:
-        _restore(optimizer, base, had, groups)
-        optimizer.state.update(state)
-        raise
     return optimizer
 
 
-def _restore(
-    optimizer: Optimizer, base: type[Optimizer], had: dict[str, Any], groups: list[dict[str, Any]]
-) -> None:
-    """Make an optimizer what it was before `mechanize` began."""
-    optimizer.__class__ = base
-    if (mechanism := vars(optimizer).get(MECHANISM)) is not None:
-        stop_listening(mechanism)
-    vars(optimizer).clear()
-    vars(optimizer).update(had)
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(before)
+@contextmanager
+def _as_it_was_if_this_fails(optimizer: Optimizer) -> Iterator[None]:
+    base, had = type(optimizer), dict(vars(optimizer))
+    groups = [dict(group) for group in optimizer.param_groups]
+    state = {k: dict(v) if isinstance(v, dict) else v for k, v in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
+        optimizer.__class__ = base
+        if (mechanism := vars(optimizer).get(MECHANISM)) is not None:
+            stop_listening(mechanism)
+        vars(optimizer).clear()
+        vars(optimizer).update(had)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state.update(state)
+        raise
 
 
 def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -> None:

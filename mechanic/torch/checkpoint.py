@@ -156,7 +156,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
         return torch.tensor(saved[name], dtype=scalars.dtype, device=scalars.device)
 
     state = tuner.State(*map(read, tuner.State._fields))
-    scalars.copy_(pack(Numbers(state, *map(read, BESIDE_STATE)), scalars.device))
+    scalars.copy_(pack(Numbers(state, *map(read, BESIDE_STATE))))
     counts.copy_(torch.tensor([saved[name] for name in Counted._fields], device=counts.device))
     mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
     mechanism.history.resume_at(saved["updates"], saved["lrs"])

@@ -248,7 +248,7 @@ def _move(
     optimizer, mechanism = call.optimizer, call.mechanism
     with torch.no_grad():
         counts = mechanism.counts
-        packed = [pack(numbers, ready.home), counts.after(is_done=finite, learns=takes_part)]
+        packed = [pack(numbers), counts.after(is_done=finite, learns=takes_part)]
         writes: list[Callable[[], Values]] = []
         step_number = counts.read().steps.clone()
         rows = zip(ready.batches, proposal.points, proposal.origin, strict=True)

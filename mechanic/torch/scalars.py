@@ -49,7 +49,7 @@ class Scalars:
         state = tuner.init(options, torch.tensor(options.betas, dtype=dtype, device=home))
         zero = torch.zeros((), dtype=dtype, device=home)
         others = dict.fromkeys(BESIDE_STATE, zero) | {"scale": state.s.sum(), "share": zero + 1}
-        self.packed = pack(Numbers(state, **others), home)
+        self.packed = pack(Numbers(state, **others))
 
     def read(self) -> Numbers:
         """The numbers, as views of what is stored."""
@@ -71,11 +71,11 @@ class Scalars:
         self.packed = self.packed.to(home, scalar_dtype(home))
 
 
-def pack(numbers: Numbers, home: torch.device) -> Tensor:
+def pack(numbers: Numbers) -> Tensor:
     """The numbers as the rows of one tensor."""
     values = [*numbers.state, *numbers[1:]]
     if type(numbers.scale) is float:
-        return torch.tensor(values, dtype=scalar_dtype(home), device=home).unsqueeze(1)
+        return torch.tensor(values, dtype=torch.float64, device="cpu").unsqueeze(1)
     return torch.stack([value.expand(len(numbers.state.beta)) for value in values])
 
 
