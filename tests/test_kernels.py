@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from mechanic.torch import tuner
 from mechanic.torch.kernels import host, passes
+from mechanic.torch.kernels.copies import Copies
 
 pytestmark = on_kernels
 
@@ -53,6 +54,44 @@ def test_any_base(base):
     lock.run()
     lock.assert_same()
     lock.assert_known(False)
+
+
+KEPT = {
+    "the parameter": lambda p: p,
+    "what shares its memory": lambda p: p.detach().view(-1)[1:],
+    "a graph alone": lambda p: (p * p).grad_fn,
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_a_base_may_keep_what_it_is_given(what):
+    kept = []
+
+    class Keeping(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                value = KEPT[what](param)
+                kept.append((value, value_of(value).clone()))
+            return result
+
+    def value_of(value: Any) -> torch.Tensor:
+        return (value if isinstance(value, torch.Tensor) else value._saved_self).detach()
+
+    lock = Lock(lambda params: Keeping(params, lr=1.0), FEW)
+    lock.run()
+    lock.assert_same()
+    lock.assert_known(False)
+    assert all(torch.equal(value_of(value), then) for value, then in kept)
+
+
+def test_copies_of_a_base_that_keeps_none_are_made_once(monkeypatch):
+    made, make = [], Copies._make
+    monkeypatch.setattr(Copies, "_make", lambda *args: made.append(1) or make(*args))
+    lock = Lock(ANY["Own"], FEW)
+    lock.run()
+    lock.assert_same()
+    assert len(made) <= 3  # the first steps make the base's state, and a plan anew
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Copies of all parameters, for a base that runs by itself."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,16 @@ from mechanic.torch.twin import Twin, stand_in
 
 class Copies:
     """A twin whose parameters lie side by side, those of a dtype together. The tensors are made
-    once, but their memory is there only while a step needs it; or if they are not to be kept, they
-    are ordinary tensors, of which a base may keep what it likes."""
+    once, and their memory is there only while a step needs it. A base may keep them nevertheless,
+    or anything that shares their memory: then they are left to it, and others are made."""
 
-    def __init__(self, optimizer: Any, layout: Layout, *, is_kept: bool = True) -> None:
-        self._is_kept = is_kept
+    def __init__(self, optimizer: Any, layout: Layout) -> None:
+        self._layout = layout
+        self._make(optimizer)
+        self._free()
+
+    def _make(self, optimizer: Any) -> None:
+        layout = self._layout
         self.memory = {
             dtype: torch.empty(size, dtype=dtype, device=layout.device)
             for dtype, size in layout.copy_sizes.items()
@@ -29,21 +35,42 @@ class Copies:
         ]
         pairs = zip(params, self._views, strict=True)
         self.twin = Twin(optimizer, {param: stand_in(param, view) for param, view in pairs})
-        if is_kept:
-            self._free()
+        self._references: list[int] = []
 
     @contextmanager
-    def allocated(self) -> Iterator[None]:
+    def allocated(self, optimizer: Any) -> Iterator[None]:
         """Have the memory for a while."""
-        if not self._is_kept:
-            yield
-            return
+        if not self.memory:
+            self._make(optimizer)
         for tensor in self.memory.values():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
         try:
             yield
         finally:
-            self._free()
+            if self._are_kept():
+                self.memory, self._views, self.twin = {}, [], Twin(optimizer, {})
+            else:
+                self._free()
+
+    def count_references(self) -> None:
+        """Before a base runs that may keep what it is given."""
+        self._references = self._count()
+
+    def _count(self) -> list[int]:
+        """How many hold the tensors, in Python and in C++, and how many tensors their memory."""
+        own = self.twin.stand_ins.values()
+        return [
+            *map(sys.getrefcount, own),
+            *(tensor._use_count() for tensor in own),  # type: ignore[attr-defined]
+            *(
+                torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+                for tensor in self.memory.values()
+            ),
+        ]
+
+    def _are_kept(self) -> bool:
+        before, self._references = self._references, []
+        return bool(before) and any(map(int.__gt__, self._count(), before))
 
     def _free(self) -> None:
         self.twin.let_go()

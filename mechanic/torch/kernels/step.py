@@ -113,8 +113,6 @@ def finish(call: Call, begun: Begun) -> Any:
     mechanism, plan, rates = call.mechanism, begun.plan, begun.rates
     with torch.no_grad(), plan.on_device():
         copies = plan.copies
-        if copies is not None and not is_familiar(call):
-            copies = type(copies)(call.optimizer, plan.layout, is_kept=False)
         result = _run_known(call, begun) if copies is None else _run_any(call, begun, copies)
         torch.autograd.graph.increment_version(plan.placement.params)
         mechanism.history.note(rates)
@@ -158,7 +156,7 @@ def _run_any(call: Call, begun: Begun, copies: "Copies") -> Any:
     is_asked = not finite.is_known and not skipping.skips_by_itself(call)
     if is_asked:
         plan.question.ask(finite.on(plan.device))
-    with copies.allocated():
+    with copies.allocated(call.optimizer):
         inputs = inputs._replace(copies=copies.memory)
         launch.copy_params(plan, copies.memory)
         if is_asked:
@@ -167,6 +165,8 @@ def _run_any(call: Call, begun: Begun, copies: "Copies") -> Any:
         if not finite.is_no:
             twin = copies.twin
             twin.prepare(call.optimizer, begun.rates.rates)
+            if not is_familiar(call):
+                copies.count_references()
             with skipping.by_base(twin.optimizer, [], finite), torch.enable_grad():
                 result = call.run_base(twin.optimizer)
             twin.take_over(call.optimizer)
