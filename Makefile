@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo bench test test-all check step-cost clean
+.PHONY: demo bench test test-all check step-cost soak clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -29,6 +29,10 @@ check: .venv/dev.stamp
 
 step-cost: .venv/dev.stamp
 	$(BIN)/python benchmarks/step_cost.py
+
+# An hour of training with faults at random.
+soak: .venv/dev.stamp
+	$(BIN)/python benchmarks/soak.py
 
 # torch goes first, by its exact version, so that nothing else chooses another build of it.
 .venv/%.stamp: pyproject.toml
