@@ -1,4 +1,4 @@
-"""The command line: `mechanic run`, `plot`, `bench` and `report`."""
+"""The command line: `mechanic run`, `plot`, `doctor`, `bench` and `report`."""
 
 import argparse
 import importlib.util
@@ -34,19 +34,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_packages(options)
         return int(options.run(options))
     except ValueError as error:  # the user's input was wrong, and the message says why
-        parser.exit(2, f"mechanic {options.command}: {error}\n")
+        parser.exit(2, f"mechanic {options.command}: {_in_one_line(error)}\n")
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {_in_one_line(message)}; see {self.prog} --help\n")
+
+
+def _in_one_line(message: object) -> str:
+    """A message, whatever the names in it hold."""
+    return "\\n".join(str(message).splitlines())
 
 
 def _check_packages(options: argparse.Namespace) -> None:
     needed = {
         "run": (),  # what it needs depends on its options: see mechanic.run.request
+        "doctor": (),
         "plot": ("matplotlib",),
     }.get(options.command, ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly"))
     if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
@@ -66,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="tune a training script without editing it"))
     _add_plot(commands.add_parser("plot", help="draw what `run --log` has written"))
+    _add_doctor(
+        commands.add_parser("doctor", help="say what went wrong in a run, from its log, and why")
+    )
     _add_bench(
         commands.add_parser("bench", help="compare sweeps, Mechanic and its peers on real tasks")
     )
@@ -93,6 +102,12 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_doctor)
+    parser.description = "Exit code 0: healthy; 1: something was found; 2: there is no such log."
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `run --log` has written")
+
+
 def _run(options: argparse.Namespace) -> int:
     from mechanic.run import supervise
 
@@ -106,6 +121,14 @@ def _plot(options: argparse.Namespace) -> int:
     plot.draw(plot.load_all(options.folders), options.output)
     print(options.output)
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mechanic.run import doctor
+
+    text, is_healthy = doctor.diagnose(doctor.load(options.folder))
+    print(text)
+    return 0 if is_healthy else 1
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

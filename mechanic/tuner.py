@@ -67,7 +67,7 @@ class Sums(NamedTuple):
     xx: Array
     """‖x_t‖²"""
     x1: Array
-    """‖x_1‖²: of each parameter when it was first seen"""
+    """‖x_1‖²: of each parameter when it was first seen, without absurd elements"""
     d: Array
     """The number of parameters behind `x1`"""
     dd: Array

@@ -218,3 +218,31 @@ def test_a_learning_rate_of_any_kind_of_number(kind):
         assert_moved(opt)
         ends.append(values(problem.params))
     assert_equal(*ends)
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0], ids="the other at lr {}".format)
+@pytest.mark.parametrize("by", ["number", "checkpoint"])
+def test_an_lr_that_is_raised_while_its_group_is_idle(first: float, by: str) -> None:
+    """The update is measured when there is one: the scale falls with the first step at that lr, and
+    not after it."""
+    torch.manual_seed(0)
+    resting, moving = (torch.nn.Parameter(torch.randn(20)) for _ in range(2))
+    groups = [{"params": [resting], "lr": first}, {"params": [moving], "lr": 1.0}]
+    opt = mechanize(torch.optim.SGD(groups, lr=1.0))
+
+    def step(*, idle: bool) -> None:
+        resting.grad = resting.detach() - 3 + torch.randn(20)
+        moving.grad = None if idle else moving.detach() - 3 + torch.randn(20)
+        opt.step()
+
+    for _ in range(25):
+        step(idle=False)
+    assert_moved(opt)
+    before = float(tuner(opt).scale)
+    opt.param_groups[1]["lr"] = 1000.0
+    for _ in range(3):
+        step(idle=True)
+        if by == "checkpoint":
+            opt.load_state_dict(opt.state_dict())
+    step(idle=False)
+    assert 1e-4 < float(tuner(opt).scale) / before < 1e-2

@@ -327,6 +327,45 @@ def test_a_killed_supervisor_takes_the_script_along(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks on folders")
+def test_the_next_run_removes_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    write(tmp_path, WAITS, training=False)
+    write(tmp_path, "print('here')", name="other.py", training=False)
+
+    def start() -> "tuple[subprocess.Popen[bytes], str]":
+        before = set(os.listdir(temporary))
+        (tmp_path / "ready").unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [*MECHANIC, "run", "--quiet", "train.py"],
+            cwd=tmp_path,
+            env=environment(TMPDIR=str(temporary)),
+            start_new_session=True,
+        )
+        started(tmp_path, process)
+        (folder,) = set(os.listdir(temporary)) - before
+        return process, folder
+
+    killed, left = start()
+    killed.kill()
+    killed.wait(20)
+    assert os.listdir(temporary) == [left]
+    living, used = start()
+    assert os.listdir(temporary) == [used]
+    (temporary / "mechanic-run-of-no-run").symlink_to(tmp_path)
+    (temporary / "another-program").mkdir()
+    kept = {used, "mechanic-run-of-no-run", "another-program"}
+
+    assert call(tmp_path, "other.py", TMPDIR=str(temporary)).stdout == "here\n"
+
+    assert set(os.listdir(temporary)) == kept
+    assert (tmp_path / "train.py").exists()
+    living.terminate()
+    assert living.wait(20) == 5
+    assert set(os.listdir(temporary)) == kept - {used}
+
+
 def _state(process: int) -> str:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

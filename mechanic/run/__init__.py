@@ -5,5 +5,5 @@ waits until torch is imported, `adopt` mechanizes every optimizer that the scrip
 `record` writes each step to files, in the format of `rows`. The supervisor, `supervise`, starts the
 script and forwards `signals` to it. It reads the files (`spool`) and turns them into a status line
 (`screen`), a log (`log`), a summary (`summary`, from what `advice` finds) and a plot (`plot`). The
-supervisor never imports torch.
+supervisor never imports torch. `mechanic doctor` (`doctor`) says what `advice` finds in a log.
 """

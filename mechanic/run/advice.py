@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
+from mechanic import causes
+from mechanic.causes import Skips
 from mechanic.run.rows import HistoryRow
 from mechanic.run.spool import GroupRates, History
 
-_MIN_STEPS = 30  # fewer steps say nothing yet
-_GROWTH = 3.0  # a scale that stayed below this multiple of its first value has not grown
-_STILL_GROWING = 1.5  # the lr in force at the end over that at three quarters of the run
-_AT_CAP = 0.99  # of the cap
+_STILL_GROWING = 1.5  # so many times in each of the last two quarters: once may be chance
+# In healthy runs the scale fell up to 60-fold below what it had been in ten steps, after spikes of
+# SGD's gradients and in runs that diverged 1e6-fold and more.
+_FELL, _HELD = 1e3, 10
 
 
 @dataclass(frozen=True)
@@ -44,25 +47,51 @@ class Findings:
     """The lr to type, for each group; empty where nothing was learned."""
     skipped: int
     warnings: tuple[str, ...]
+    """What went wrong, with the fix."""
+    hints: tuple[str, ...] = ()
+    """What a healthy run may look at."""
 
 
 def analyze(history: History) -> Findings:
     """Look at the history of one optimizer."""
     typed, name = _typed(history.groups)
     rows = [row for row in history.rows if row.scale > 0]
-    skipped = history.latest.skipped if history.latest else 0
+    skips = _skips(history)
     if not rows:
-        warnings = tuple(_warnings_without_scale(history, skipped))
-        return Findings(typed, name, None, None, (), skipped, warnings)
+        warnings = tuple(_warnings_without_scale(history, skips))
+        return Findings(typed, name, None, None, (), skips.skipped, warnings)
     scales = [row.scale for row in rows]
     level = weighted_median(_weighted_by_lr(rows, rows[-1].step / 2))
     ramp = next(row.step for row in rows if row.scale >= level / 2)
     settled = weighted_median(_weighted_by_lr(rows, ramp))
     spread = Spread(scales[-1], weighted_median(_weighted_by_steps(rows)), min(scales), max(scales))
-    warnings = tuple(_warnings(history, rows, skipped))
-    suggested = tuple(settled * lr for lr in typed) if history.steps >= _MIN_STEPS else ()
+    failure = _failure(history, rows)
+    warnings = tuple(_warnings(history, rows, skips, failure))
+    is_learned = not failure and not skips.are_few_left
+    suggested = tuple(settled * lr for lr in typed) if is_learned else ()
     shown_ramp = None if history.resumed else ramp
-    return Findings(typed, name, spread, shown_ramp, suggested, skipped, warnings)
+    return Findings(
+        typed,
+        name,
+        spread,
+        shown_ramp,
+        suggested,
+        skips.skipped,
+        warnings,
+        tuple(_hints(rows, skips)),
+    )
+
+
+def why_nothing(histories: Sequence[History]) -> str:
+    """What to say of a run in which no optimizer took a step."""
+    if not histories:
+        return "the script made no torch optimizer, so there was nothing to tune."
+    return f"no optimizer took a step. The script made: {class_names(histories)}."
+
+
+def class_names(histories: Sequence[History]) -> str:
+    """The classes of the optimizers, each once."""
+    return ", ".join(sorted({history.name for history in histories}))
 
 
 def _typed(groups: Sequence[GroupRates]) -> tuple[tuple[float, ...], str]:
@@ -103,63 +132,93 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     return math.nan
 
 
-def _warnings_without_scale(history: History, skipped: int) -> Iterable[str]:
+def _skips(history: History) -> Skips:
+    """The steps that were skipped in this run. A checkpoint brings the count of those before."""
+    rows = history.rows
+    before = [rows[0].skipped if history.resumed and rows else 0, *(row.skipped for row in rows)]
+    gaps = [b.step - a for a, b in zip([0, *(row.step for row in rows)], rows, strict=False)]
+    news = [row.skipped - old for row, old in zip(rows, before, strict=False)]
+    found = [(row.step, gap) for row, gap, new in zip(rows, gaps, news, strict=True) if new > 0]
+    whole = zip(reversed(gaps), reversed(news), strict=True)
+    in_a_row = sum(gap for gap, _ in takewhile(lambda pair: pair[0] == pair[1], whole))
+    if not found:
+        return Skips(history.steps, 0, 0)
+    (first, one), (last, other) = found[0], found[-1]
+    return Skips(history.steps, sum(news), in_a_row, first, last, is_exact=one == other == 1)
+
+
+def _warnings_without_scale(history: History, skips: Skips) -> Iterable[str]:
     if history.status == "refused":
         yield f"not tuned: {history.reason}"
     if history.status in ("tuned", "own") and history.steps:
-        if skipped:
-            yield _mostly_skipped(history.steps, skipped)
+        if skips.skipped:
+            yield causes.of_skips(skips)
+        elif not any(lr for row in history.rows for lr in row.lr):
+            yield causes.ZERO_LR
         else:
-            yield (
-                "the scale stayed at 0: no step had a gradient and an lr above 0. Look at "
-                "requires_grad, at loss.backward(), and at the schedule."
-            )
+            yield causes.ZERO_GRADIENT if history.had_gradients else causes.NO_GRADIENT
 
 
-def _warnings(history: History, rows: Sequence[HistoryRow], skipped: int) -> Iterable[str]:
-    steps = history.steps
-    highest = max(row.scale for row in rows)
-    if 2 * skipped > steps:
-        yield _mostly_skipped(steps, skipped)
-    elif skipped:
-        yield (
-            f"{skipped:,} of {steps:,} steps were skipped for NaN or inf in the gradients. With "
-            "fp16 and GradScaler the first few are normal; otherwise look at the loss."
-        )
-    if steps < _MIN_STEPS:
-        yield f"only {steps:,} step{'s' * (steps != 1)}: too few to learn an lr. Train longer."
+def _warnings(
+    history: History, rows: Sequence[HistoryRow], skips: Skips, failure: str
+) -> Iterable[str]:
+    if skips.skipped and not skips.are_rare:
+        yield causes.of_skips(skips)
+    elif skips.are_few_left:
+        yield causes.too_few(history.steps)
+    if skips.are_few_left:
         return
-    if any(row.scale >= _AT_CAP * history.max_scale for row in rows):
-        capped = [row.step for row in rows if row.scale >= _AT_CAP * history.max_scale]
-        yield (
-            f"the scale hit its cap of {history.max_scale:.3g} at step {capped[0]:,}"
-            f"{', and ended there' if capped[-1] == rows[-1].step else ''}. The cap held the lr "
-            "back: raise --max-scale, or type a larger lr."
-        )
-    elif highest < _GROWTH * rows[0].scale and not history.resumed:
-        yield (
-            "the scale never grew: the loss did not fall along the optimizer's updates. Look for "
-            "a loss that does not depend on the parameters, labels that do not belong to the "
-            "inputs, or gradients that are only noise. If training looks right, try --s-init 1e-3."
-        )
+    if failure:
+        yield failure
+    elif capped := [row.step for row in rows if causes.is_at_cap(row.scale, history.max_scale)]:
+        ending = ", and ended there" if capped[-1] == rows[-1].step else ""
+        yield causes.of_cap(history.max_scale, f" at step {capped[0]:,}{ending}")
     elif _is_growing(rows):
-        yield (
-            "the lr in force was still growing at the end, so the suggested lr is probably too "
-            "small. Train longer."
-        )
+        yield causes.STILL_GROWING
+
+
+def _failure(history: History, rows: Sequence[HistoryRow]) -> str:
+    """Why the scale is of no use, with the fix; empty if it is of use."""
+    is_capped = any(causes.is_at_cap(row.scale, history.max_scale) for row in rows)
+    if not is_capped and not history.resumed:
+        if all(row.scale == rows[0].scale for row in rows):
+            return causes.ZERO_GRADIENT
+        growth = max(max(row.effective_lr) for row in rows) / (max(rows[0].effective_lr) or 1.0)
+        if said := causes.of_growth(growth, is_relative=history.is_relative):
+            return said
+    fall = _fall(rows)
+    return causes.of_fall(*fall) if fall else ""
+
+
+def _hints(rows: Sequence[HistoryRow], skips: Skips) -> Iterable[str]:
+    if skips.skipped and skips.are_rare:
+        yield causes.of_skips(skips)
+    if all(row.lr == rows[0].lr for row in rows):
+        yield causes.CONSTANT_LR
+
+
+def _fall(rows: Sequence[HistoryRow]) -> tuple[float, int] | None:
+    """How far the scale fell below what it had been, for good, and the last step before. None where
+    it did not fall far.
+
+    The lr in force has to have fallen as far: in a warm-up the scale falls to make up for it, and
+    at the end of a schedule the lr in force is meant to fall.
+    """
+    ending = [row for row in rows if row.step >= 0.75 * rows[-1].step]
+    scale = _FELL * max(row.scale for row in ending)
+    rate = _FELL * max(max(row.effective_lr) for row in ending)
+    above = [row for row in rows if row.scale >= scale and max(row.effective_lr) >= rate]
+    if len(above) < _HELD:
+        return None
+    highest = sorted(row.scale for row in above)[-_HELD]
+    return _FELL * highest / scale, above[-1].step
 
 
 def _is_growing(rows: Sequence[HistoryRow]) -> bool:
     """Whether the learning rate in force was still growing at the end. The scale alone may grow to
     make up for a schedule that falls."""
-    last, highest = max(rows[-1].effective_lr), max(max(row.effective_lr) for row in rows)
-    before = next(row for row in rows if row.step >= 0.75 * rows[-1].step)
-    return last >= _STILL_GROWING * max(before.effective_lr) and last >= 0.9 * highest
-
-
-def _mostly_skipped(steps: int, skipped: int) -> str:
-    return (
-        f"{skipped:,} of {steps:,} steps were skipped for NaN or inf in the gradients. Look for "
-        "fp16 without GradScaler, the logarithm of 0 or a division by 0; or cap the lr with "
-        "--max-scale."
-    )
+    ends = [part * rows[-1].step for part in (0.5, 0.75, 1.0)]
+    rates = [max(next(row for row in rows if row.step >= end).effective_lr) for end in ends]
+    highest = max(max(row.effective_lr) for row in rows)
+    grew = all(after >= _STILL_GROWING * before for before, after in pairwise(rates))
+    return grew and rates[-1] >= 0.9 * highest

@@ -1,10 +1,14 @@
-"""The log folder: history.jsonl and TensorBoard events while the script runs, then summary.json."""
+"""The log folder: history.jsonl and TensorBoard events while the script runs, then summary.json.
+
+`read` reads the history again.
+"""
 
 import json
 import math
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -130,3 +134,51 @@ def finite_or_none(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_none(item) for item in value]
     return value
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the history in a log folder. Those that are damaged or incomplete are left out,
+    which a warning tells of all but the last.
+
+    Raises:
+        ValueError: if there is no history, or it cannot be read.
+    """
+    path = folder / HISTORY
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    except OSError as error:
+        fix = "Look at its name and its permissions."
+        raise ValueError(f"{path} cannot be read: {error}. {fix}") from error
+    if text is None:
+        raise ValueError(f"there is no {HISTORY} in {folder}; give folders that --log has written.")
+    lines = list(map(_read, text.splitlines()))
+    damaged = [number for number, line in enumerate(lines, 1) if line is None]
+    if damaged and damaged != [len(lines)]:
+        said = f"{path} is damaged in {len(damaged):,} lines, first in line {damaged[0]:,}"
+        warnings.warn(f"{said}; they were left out.", stacklevel=3)
+    return [line for line in lines if line is not None]
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """An event, or a step with all that is drawn of it; None where a line is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    if "event" in row:
+        return row
+    is_sound = (
+        "scale" in row and isinstance(row.get("optimizer"), str) and type(row.get("step")) is int
+    )
+    if not is_sound or not are_numbers(row.get("effective_lr")):
+        return None
+    return row if are_numbers([row["scale"]]) else None
+
+
+def are_numbers(values: Any) -> bool:
+    """Whether a value of JSON is a list of numbers. None stands for NaN and infinity."""
+    return isinstance(values, list) and all(
+        value is None or (type(value) in (int, float) and abs(value) < 1e300) for value in values
+    )

@@ -1,14 +1,11 @@
 """Draws histories: the scale and the learning rates over the steps, of one or several runs."""
 
-import json
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from mechanic.run.log import HISTORY
+from mechanic.run.log import read
 from mechanic.run.spool import History
 
 _NAMED = 12  # so many curves have a name in the legend
@@ -54,53 +51,20 @@ def _positive_or_nan(number: float | None) -> float:
 
 
 def load(folder: Path, *, name: str = "") -> list[Curves]:
-    """Read the history in a log folder. Lines that are damaged or incomplete are left out, which a
-    warning tells of all but the last.
+    """Read the curves of a log folder.
 
     Raises:
         ValueError: if there is no history, or no step in it.
     """
-    path = folder / HISTORY
-    if not path.is_file():
-        raise ValueError(f"there is no {HISTORY} in {folder}; give folders that --log has written.")
     found: dict[str, Curves] = {}
-    rows = list(map(_read, path.read_text(encoding="utf-8", errors="replace").splitlines()))
-    for row in rows:
-        if row is not None and "event" not in row:
+    for row in read(folder):
+        if "event" not in row:
             label = row["optimizer"]
             curves = found.setdefault(label, Curves(f"{name} {label}" if name else label))
             curves.add(row["step"], row["scale"], row["effective_lr"])
-    damaged = [number for number, row in enumerate(rows, 1) if row is None]
-    if damaged and damaged != [len(rows)]:
-        text = f"{path} is damaged in {len(damaged):,} lines, first in line {damaged[0]:,}"
-        warnings.warn(f"{text}; they were left out.", stacklevel=2)
     if not found:
         raise ValueError(f"{folder} has no steps to draw: no optimizer took a step in that run.")
     return list(found.values())
-
-
-def _read(line: str) -> dict[str, Any] | None:
-    """An event, or a step with all that is drawn of it; None where a line is damaged."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict):
-        return None
-    if "event" in row:
-        return row
-    rates = row.get("effective_lr")
-    is_sound = (
-        "scale" in row and isinstance(row.get("optimizer"), str) and type(row.get("step")) is int
-    )
-    if not is_sound or not isinstance(rates, list):
-        return None
-    numbers = [row.get("scale"), *rates]
-    return row if all(n is None or _is_number(n) for n in numbers) else None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def load_all(folders: Sequence[Path]) -> list[Curves]:

@@ -50,6 +50,7 @@ class Recorder:
             "status": status,
             "reason": reason,
             "max_scale": getattr(options, "max_scale", math.inf),
+            "is_relative": getattr(options, "s_init", "relative") == "relative",
             "betas": list(getattr(options, "betas", ())),
             "groups": [_rates(group) for group in optimizer.param_groups],
         }
@@ -117,8 +118,10 @@ class Recorder:
             self._spool = self._writer = None
             return
         event: dict[str, Any] = {"event": "groups", "step": self.steps}
-        if not self._groups:  # a checkpoint may have been loaded
-            event["resumed"] = mechanism is not None and int(mechanism.counts.read().updates) > 1
+        if not self._groups and mechanism is not None:
+            counted = mechanism.counts.read()
+            event["resumed"] = int(counted.updates) > 1  # a checkpoint may have been loaded
+            event["had_gradients"] = int(counted.steps + counted.skipped) > 0
         self._groups = len(optimizer.param_groups)
         self._write_event(event | {"groups": [_rates(group) for group in optimizer.param_groups]})
 

@@ -27,10 +27,14 @@ class History:
     `refused`, by `mechanize`."""
     reason: str = ""
     max_scale: float = float("inf")
+    is_relative: bool = True
+    """Whether the scale starts from the size of the weights, and not from a number."""
     groups: list[GroupRates] = field(default_factory=list)
     resumed: bool = False
     """Whether the optimizer had learned a scale before its first step here: from a checkpoint, or
     before a fork."""
+    had_gradients: bool = False
+    """Whether a parameter had a gradient in the first step."""
     rows: list[HistoryRow] = field(default_factory=list)
     """The steps that thinning keeps."""
     last: HistoryRow | None = None
@@ -40,9 +44,11 @@ class History:
         """Take over what the process has written about the optimizer."""
         self.groups = event["groups"]
         self.resumed = event.get("resumed", self.resumed)
+        self.had_gradients = event.get("had_gradients", self.had_gradients)
         if event["event"] == "optimizer":
             self.name, self.status = event["class"], event["status"]
             self.reason, self.max_scale = event["reason"], event["max_scale"]
+            self.is_relative = event.get("is_relative", True)  # logs of before lack it
 
     def close(self) -> list[HistoryRow]:
         """Add the last step to the rows if thinning has dropped it. Returns what was added."""

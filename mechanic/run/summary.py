@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mechanic.run.advice import Findings, Spread, analyze
+from mechanic.run.advice import Findings, Spread, analyze, class_names, why_nothing
 from mechanic.run.request import RunRequest
 from mechanic.run.spool import History
 
-_WIDTH = 79
+WIDTH = 79
+"""Of the lines on a terminal."""
 _RECENT = 5.0  # seconds over which steps per second are counted
 _STATUS_TEXTS = {
     "tuned": "tuned",
@@ -72,40 +73,32 @@ def as_text(
     target = ending.request.target
     name = " ".join(target[: 2 if target[0] == "-m" else 1])
     duration = _duration(ending.ended - ending.started)
-    lines = ["", *textwrap.wrap(f"mechanic run: {name}: {ending.text}, {duration}", _WIDTH)]
+    lines = ["", *textwrap.wrap(f"mechanic run: {name}: {ending.text}, {duration}", WIDTH)]
     shown = [one for one in histories if one.steps or one.status == "refused"]
     several = len({one.process for one in shown}) > 1
     for history in shown:
         process = f", process {history.process}" if several else ""
         lines += ["", *_optimizer_lines(history, analyze(history), process)]
     if not any(one.steps for one in histories) and not failures:
-        lines += _warning(_why_nothing(histories))
+        lines += warning_lines(why_nothing(histories))
     for pattern in ending.request.only:
         if not any(fnmatchcase(one.name, pattern) for one in histories):
-            names = _class_names(histories) or "none"
-            lines += _warning(f"--only {pattern} matched no optimizer. The script made: {names}.")
+            names = class_names(histories) or "none"
+            lines += warning_lines(
+                f"--only {pattern} matched no optimizer. The script made: {names}."
+            )
     for text in (*failures, *problems):
-        lines += _warning(text)
+        lines += warning_lines(text)
     if ending.request.log:
         lines += ["", f"log: {ending.request.log}"]
     return "\n".join(lines) + "\n"
-
-
-def _class_names(histories: Sequence[History]) -> str:
-    return ", ".join(sorted({history.name for history in histories}))
-
-
-def _why_nothing(histories: Sequence[History]) -> str:
-    if not histories:
-        return "the script made no torch optimizer, so there was nothing to tune."
-    return f"no optimizer took a step. The script made: {_class_names(histories)}."
 
 
 def _optimizer_lines(history: History, found: Findings, process: str) -> list[str]:
     status = _STATUS_TEXTS[history.status]
     if history.status == "left":
         status += f" ({history.reason})"
-    lines = [f"{history.label}: {status}, {_count_steps(history.steps)}{process}"]
+    lines = [f"{history.label}: {status}, {count_steps(history.steps)}{process}"]
     rows: list[tuple[str, str]] = [(f"{found.typed_name} typed", _each(found.typed))]
     if found.scale is not None:
         for typed, groups in _distinct(found.typed):
@@ -113,29 +106,35 @@ def _optimizer_lines(history: History, found: Findings, process: str) -> list[st
     if _is_scheduled(history):
         rows.append(("lr in force", _in_force(history)))
     if found.ramp is not None:
-        rows.append(("ramp", f"{_count_steps(found.ramp)} to half the scale it settled at"))
+        rows.append(("ramp", f"{count_steps(found.ramp)} to half the scale it settled at"))
     elif history.resumed:
         rows.append(("ramp", "none: it had learned before, from a checkpoint"))
     if found.scale is not None:
         rows.append(("skipped", f"{found.skipped:,} steps with NaN or inf in the gradients"))
     if found.suggested:
-        rows.append(("to paste", _paste(found)))
+        rows.append(("to paste", paste(found)))
     width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
         lines += textwrap.wrap(
-            f"  {name:<{width}}{text}", _WIDTH, subsequent_indent=" " * (width + 2)
+            f"  {name:<{width}}{text}", WIDTH, subsequent_indent=" " * (width + 2)
         )
     for warning in found.warnings:
-        lines += _warning(warning)
+        lines += warning_lines(warning)
     return lines
 
 
-def _count_steps(steps: int) -> str:
+def count_steps(steps: int) -> str:
+    """A number of steps, in words.
+
+    >>> count_steps(1), count_steps(1500)
+    ('1 step', '1,500 steps')
+    """
     return f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
-def _warning(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="  ! ", subsequent_indent="    ")
+def warning_lines(text: str) -> list[str]:
+    """A warning, in lines for a terminal."""
+    return textwrap.wrap(text, WIDTH, initial_indent="  ! ", subsequent_indent="    ")
 
 
 def _distinct(typed: Sequence[float]) -> Iterable[tuple[float, str]]:
@@ -161,7 +160,8 @@ def _spread(spread: Spread) -> str:
     )
 
 
-def _paste(found: Findings) -> str:
+def paste(found: Findings) -> str:
+    """The lr to type, as it is typed."""
     each = [
         f"{found.typed_name}={found.suggested[found.typed.index(typed)]:.3g}"
         + (f" ({groups[2:]})" if groups else "")

@@ -23,6 +23,7 @@ from mechanic.run.spool import Spool
 from mechanic.run.summary import Ending, as_json, as_text, status_line
 
 _INJECT = str(Path(__file__).with_name("inject"))
+_PREFIX = "mechanic-run-"
 # Seconds between two looks at the spool, with a status line and without one.
 _LIVE_INTERVAL, _QUIET_INTERVAL = 0.2, 0.5
 
@@ -32,7 +33,7 @@ def main(request: RunRequest) -> int:
     if not is_first_rank():  # only the first rank reports
         _become_the_script(request)
     try:
-        spool = tempfile.mkdtemp(prefix="mechanic-run-")
+        spool = _make_folder()
     except OSError as error:
         sys.stderr.write(
             f"mechanic run: no folder for temporary files can be written to ({error}). The script "
@@ -48,6 +49,53 @@ def main(request: RunRequest) -> int:
     if code < 0:
         die_by(-code)
     return code
+
+
+def _make_folder() -> str:
+    """A folder for the steps, locked while this process lives; those of dead ones are removed."""
+    with contextlib.suppress(OSError):
+        _remove_left_behind(tempfile.gettempdir())
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        with contextlib.suppress(OSError):  # not every file system has locks
+            _lock(folder)
+        if os.path.isdir(folder):  # another run may have taken it for one that was left behind
+            return folder
+
+
+def _lock(folder: str, *, wait: bool = True) -> int | None:
+    """Lock a folder until this process ends, however it does. Returns the descriptor that holds the
+    lock, and None where there are no locks (Windows).
+
+    Raises:
+        OSError: if it cannot be locked, or if another process has done so and `wait` is false.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_left_behind(where: str) -> None:
+    """Remove the folders of this user's runs that were killed: no process holds their lock."""
+    with os.scandir(where) as entries:
+        found = [entry for entry in entries if entry.name.startswith(_PREFIX)]
+    for entry in found:
+        with contextlib.suppress(OSError):
+            is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            if not is_own or not entry.is_dir(follow_symlinks=False):
+                continue
+            descriptor = _lock(entry.path, wait=False)
+            if descriptor is not None:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _become_the_script(request: RunRequest) -> NoReturn:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch.optim import LBFGS, Optimizer
 
@@ -28,6 +28,9 @@ T = TypeVar("T", bound=Optimizer | type[Optimizer])
 
 MECHANISM = "_mechanic"
 """The attribute of a mechanized optimizer that holds its `Mechanism`."""
+
+_mechanized: WeakSet[Any] = WeakSet()
+"""The optimizers that write their tuner into their groups."""
 
 
 def mechanize(
@@ -171,6 +174,7 @@ def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -
     home = vectors.home_of([], optimizer.param_groups) or sharding.device_of(process_group)
     mechanism = Mechanism(options, home, process_group)
     mechanism.find_ranks(optimizer)
+    _own_groups(optimizer)
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
     setattr(optimizer, MECHANISM, mechanism)
     listen(optimizer, mechanism)
@@ -178,6 +182,18 @@ def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -
     _rewrap_step(optimizer)
     publish_rates(mechanism.scale, optimizer.param_groups)
     checkpoint.publish(optimizer, mechanism)
+    _mechanized.add(optimizer)
+
+
+def _own_groups(optimizer: Optimizer) -> None:
+    """Give an optimizer groups of its own. torch makes the dicts that it is given the groups, so
+    that two optimizers made from the same dicts would write into each other's."""
+    others = [other for other in _mechanized if other is not optimizer]
+    taken = {id(group) for other in others for group in other.param_groups}
+    if any(id(group) in taken for group in optimizer.param_groups):
+        optimizer.param_groups = [
+            dict(group) if id(group) in taken else group for group in optimizer.param_groups
+        ]
 
 
 def take_off(optimizer: Any) -> None:
@@ -186,6 +202,7 @@ def take_off(optimizer: Any) -> None:
     checkpoint.strip(optimizer)
     stop_listening(optimizer._mechanic)
     delattr(optimizer, MECHANISM)
+    _mechanized.discard(optimizer)
     optimizer.__class__ = type(optimizer)._base
     optimizer._patch_step_function()
     _rewrap_step(optimizer)

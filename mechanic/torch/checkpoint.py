@@ -5,6 +5,8 @@ checkpointing, distributed or not, carries along. Written as plain numbers the t
 to itself, which the distributed one asks for.
 """
 
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -15,15 +17,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic import tuner
+from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
 from mechanic.torch.scalars import BESIDE_STATE, Numbers, pack
+from mechanic.torch.sharding import local
 
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
+
+_NO_NUMBERS = ("preset", "lrs", "frozen")
+_LARGEST = sys.float_info.max
+# What the tuner's numbers are at least, where that is not 0: the reward of optax may be below it,
+# and the share is divided by.
+_LEAST = {"signal": -math.inf, "r": -math.inf, "share": sys.float_info.min}
 
 # Entries of torch's optimizers (and Lion's) that have their parameter's shape.
 _SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
@@ -78,8 +88,9 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
 
     def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_groups(optimizer, state_dict)
-        saved.update(tuner_in(state_dict["param_groups"]))
-        check_tuner(mechanism, saved)
+        found_tuner = tuner_in(state_dict["param_groups"])
+        check_tuner(mechanism, found_tuner)
+        saved.update(found_tuner)
         state, found = _split_state(optimizer, state_dict)
         displacements.update(found if saved else {})
         if saved.get("steps") and not displacements:
@@ -101,10 +112,15 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
         publish_rates(mechanism.scale, optimizer.param_groups)
         publish(optimizer, mechanism)
 
+    had = optimizer.state, optimizer.param_groups, dict(vars(mechanism))
     before = optimizer.register_load_state_dict_pre_hook(take_out)
     after = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
     try:
         yield
+    except BaseException:  # torch's own, or a user's hook: all that is loaded is new objects
+        optimizer.state, optimizer.param_groups = had[:2]
+        vars(mechanism).update(had[2])
+        raise
     finally:
         before.remove()
         after.remove()
@@ -141,7 +157,8 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
 
 def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """The tuner that a checkpoint's groups hold; nothing if it is a plain optimizer's."""
-    return groups[0].get(TUNER, {}) if groups else {}
+    saved: dict[str, Any] = groups[0].get(TUNER, {}) if groups else {}
+    return saved
 
 
 def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
@@ -177,14 +194,7 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Refuse a tuner that is not of the same kind."""
     if not saved:
         return
-    numbers = {*tuner.State._fields, *BESIDE_STATE, *Counted._fields}
-    expected = {"preset", "lrs", "frozen", *numbers}
-    missing = sorted(expected - saved.keys())
-    if missing:
-        raise ValueError(
-            f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
-            "Nothing was loaded. It may be of another version of mechanic."
-        )
+    _check_names(saved)
     options = mechanism.options
     own = {"preset": options.preset, "betas": list(options.betas)}
     theirs = {"preset": saved["preset"], "betas": saved["beta"]}
@@ -196,12 +206,79 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
             f"the checkpoint is of another tuner: it was made with {what}. Nothing was loaded. "
             f"Call mechanize(optimizer, {fix}) to go on from it."
         )
+    for name, value in saved.items():
+        if kind := _what_is_wrong(name, value, options):
+            raise ValueError(
+                f"the checkpoint's tuner is damaged: {name} must be {kind}, and is {value!r}. "
+                "Nothing was loaded."
+            )
+
+
+def _check_names(saved: dict[str, Any]) -> None:
+    if not isinstance(saved, dict):
+        raise ValueError(
+            f"the checkpoint's tuner is damaged: it must be a dict, and is {saved!r}. "
+            "Nothing was loaded."
+        )
+    expected = {*_NO_NUMBERS, *tuner.State._fields, *BESIDE_STATE, *Counted._fields}
+    if missing := sorted(expected - saved.keys()):
+        raise ValueError(
+            f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
+            "Nothing was loaded. It may be of another version of mechanic."
+        )
+    if unknown := sorted(map(str, saved.keys() - expected)):
+        raise ValueError(
+            f"the checkpoint's tuner is of another version of mechanic: it has "
+            f"{', '.join(unknown)}, of which this one knows nothing. Nothing was loaded."
+        )
+
+
+def _what_is_wrong(name: str, value: Any, options: Options) -> str | None:
+    """What an entry of a saved tuner has to be, if it is not."""
+    if name == "frozen":
+        return None if type(value) is bool else "True or False"
+    if name in Counted._fields:
+        return None if type(value) is int and 0 <= value < 1 << 63 else "a count"
+    if name == "preset":
+        return None
+    least = _LEAST.get(name, 0.0)
+    kind = "number" if least < 0 else f"number of at least {least:.2g}"
+    if options.skip_nonfinite and name != "signal":  # else a run may go on with NaN
+        kind = f"finite {kind}"
+
+    def is_sound(number: Any) -> bool:
+        if type(number) is bool or not isinstance(number, (int, float)):
+            return False
+        is_finite = -_LARGEST <= number <= _LARGEST  # which an int beyond all floats is not
+        return number >= least if is_finite else not kind.startswith("finite")
+
+    if name != "lrs" and name not in tuner.PER_BETA:
+        return None if is_sound(value) else f"a {kind}"
+    is_list = isinstance(value, (list, tuple)) and all(map(is_sound, value))
+    if name == "lrs":
+        return None if is_list else f"a list, each entry a {kind}"
+    count = len(options.betas)
+    return None if is_list and len(value) == count else f"{count} times a {kind}"
 
 
 def _check_displacement(
     optimizer: Optimizer, key: Any, param: Tensor, displacement: Tensor
 ) -> None:
+    """Refuse one that does not fit, or is damaged. Only `skip_nonfinite=False` lets a run go on
+    with NaN, and then from there."""
+    if not isinstance(displacement, Tensor):
+        raise ValueError(
+            f"the checkpoint is damaged: the displacement of parameter {key} must be a tensor, and "
+            f"is {displacement!r}. Nothing was loaded."
+        )
     _check_shape(optimizer, key, "displacement", displacement, vectors.displacement_shape(param))
+    own: Any = local(displacement)
+    skips = optimizer._mechanic.options.skip_nonfinite  # type: ignore[attr-defined]
+    if skips and own.device.type != "meta" and not is_traced() and not own.isfinite().all():
+        raise ValueError(
+            f"the checkpoint is damaged: the displacement of parameter {key} holds NaN or inf. "
+            "Nothing was loaded."
+        )
 
 
 def _check_base_state(optimizer: Optimizer, key: Any, param: Tensor, state: Any) -> None:

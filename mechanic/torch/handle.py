@@ -1,6 +1,7 @@
 """The handle on a mechanized optimizer's tuner."""
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,11 +9,15 @@ from torch import Tensor
 from torch.optim import ASGD, Optimizer, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from mechanic import causes
+from mechanic.options import Options
 from mechanic.torch.attach import MECHANISM, is_mechanized, take_off
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
 from mechanic.torch.rates import effective_lrs, typed_lr
+from mechanic.torch.scalars import Numbers
 from mechanic.torch.sharding import agree
+from mechanic.tuner import Sums, start
 
 # Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "step_sizes")
@@ -130,6 +135,25 @@ class Tuner:
         groups = self._optimizer.param_groups
         return [scale * float(group.get("initial_lr", typed_lr(group))) for group in groups]
 
+    def diagnose(self) -> str:
+        """What looks wrong so far, each cause in a line with its fix, or a line that says that
+        nothing does. It waits for the device.
+
+        A tuner knows its present numbers and little of its past. It cannot see that the scale has
+        fallen; `mechanic doctor` sees that, in the log of a run.
+
+        >>> import torch
+        >>> from mechanic.torch import mechanize, tuner
+        >>> optimizer = mechanize(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
+        >>> optimizer.step()
+        >>> print(tuner(optimizer).diagnose())
+        the scale stayed at 0: no step had a gradient. Either ...
+        """
+        found = list(_causes(self._mechanism))
+        return (
+            "\n".join(found) or f"healthy: nothing looks wrong, and the scale is {self.scale:.3g}"
+        )
+
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own
         state, the learned lr in its groups, and its schedules at the learned scale."""
@@ -153,6 +177,44 @@ class Tuner:
             for state in optimizer.state.values():
                 _rescale(state, _STATE_RATES, scale)
         return outer
+
+
+def _causes(mechanism: Mechanism) -> Iterator[str]:
+    """What looks wrong, from what a tuner knows."""
+    steps, updates, skipped, in_a_row = mechanism.counts.packed.tolist()
+    skips = causes.Skips(steps + skipped, skipped, in_a_row)
+    is_skipped = skipped and not skips.are_rare
+    numbers, options = mechanism.scalars.read(), mechanism.options
+    state, scale = numbers.state, float(numbers.scale)
+    if is_skipped:
+        yield causes.of_skips(skips)
+    if not updates:
+        if not skips.steps:
+            yield causes.NO_GRADIENT
+        elif steps:
+            yield causes.ZERO_LR
+    elif updates > 1 and not (state.v.any() or state.r.any()):  # ⟨Δ, g⟩ was 0 in all steps
+        yield causes.ZERO_GRADIENT
+    elif skips.are_few_left and not is_skipped:
+        yield causes.too_few(steps)
+    elif skips.are_few_left or mechanism.frozen:
+        return  # there is nothing to say about the scale
+    elif causes.is_at_cap(scale, options.max_scale):
+        yield causes.of_cap(options.max_scale, ", and is there now")
+    elif said := _of_growth(options, numbers):
+        yield said
+    elif options.preset == "default" and not state.v.any():
+        yield causes.STILL_GROWING
+
+
+def _of_growth(options: Options, numbers: Numbers) -> str:
+    """What is wrong with how far the scale is from its start, if anything."""
+    zero = torch.zeros_like(numbers.scale)
+    sums = Sums(*(zero,) * len(Sums._fields))
+    sums = sums._replace(x1=numbers.reference_square, d=numbers.size)
+    first, _ = start(options, numbers.state, sums)
+    growth = float(numbers.scale) / (float(first) or 1.0)
+    return causes.of_growth(growth, is_relative=options.s_init == "relative")
 
 
 def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:

@@ -25,7 +25,8 @@ class StepRates(NamedTuple):
     rates: list[Rate]
     """How each group takes part"""
     typed: list[Any]
-    """The learning rate of each group, and where it is 0 the one before"""
+    """The learning rate of each group, and the one before where it is 0 or the group is idle, so
+    that there is no update to measure"""
     has_risen: Flag
     """Whether a rate has risen so much that the update before says little about this one"""
     measures_update: bool
@@ -103,8 +104,10 @@ class RateHistory:
         before = (self.lrs + [0.0] * len(groups))[: len(groups)]
         lrs = [typed_lr(group) for group in groups]
         return [
-            torch.where(lr == 0, last, lr).reshape(()) if isinstance(lr, Tensor) else lr or last
-            for lr, last in zip(lrs, before, strict=True)
+            torch.where(lr == 0, last, lr).reshape(())
+            if isinstance(lr, Tensor)
+            else (lr or last if lr == last or _has_gradients(group) else last)
+            for group, lr, last in zip(groups, lrs, before, strict=True)
         ]
 
     def _has_risen(self, typed: list[Any]) -> Flag:
@@ -112,3 +115,7 @@ class RateHistory:
         for lr, last in zip(typed, self.lrs, strict=False):
             risen = risen | Flag.of(lr > RISE * last)
         return risen
+
+
+def _has_gradients(group: dict[str, Any]) -> bool:
+    return any(param.grad is not None for param in group["params"])

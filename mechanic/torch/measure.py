@@ -1,22 +1,37 @@
 """The sums that a step takes: this process's part of them, completed by `sharding.begin_sums`."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.base import Proposal
+from mechanic.torch.capture import is_traced
 from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import FIRST_STEPS, StepRates
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor
-from mechanic.torch.scalars import Numbers
+from mechanic.torch.scalars import Numbers, scalar_dtype
 from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
+
+# Sums within these bounds are right in float32: no square in them that matters has vanished, and
+# none has become infinite.
+_LEAST, _MOST = 1e-30, 1e30
+
+_ABSURD = 1e3  # a weight so many times above the typical one says nothing about the others
+_SAMPLE = 1 << 12  # the elements by which a tensor's typical size is told
+_PIECE = 1 << 18  # the elements that are copied at a time
+
+_has_infinite: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Whether an optimizer has a weight that is NaN or inf, as far as the host has looked."""
 
 
 class Ready(NamedTuple):
@@ -30,6 +45,8 @@ class Ready(NamedTuple):
     """What the tuner knows before the step"""
     ranks: Ranks | None
     """The processes that share the parameters, if any do"""
+    has_infinite: bool = False
+    """Whether a weight is known to be infinite"""
 
     @property
     def home(self) -> torch.device:
@@ -66,24 +83,30 @@ class Parts(NamedTuple):
     """Above 0 if a process wants the norm of the update itself to be measured"""
 
 
+def can_look(home: torch.device) -> bool:
+    """Whether the tuner's numbers can be read without waiting for a device."""
+    return home.type == "cpu" and not is_traced() and not is_in_torch_dispatch_mode()
+
+
+def _looked_at(ready: Ready, take: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Sums in the dtype that is computed in, and once more in float64 where float32 may be too
+    narrow for them. On a GPU, where looking would mean to wait, they stay as they are."""
+    sums = take(False)
+    if not can_look(ready.home) or all(_LEAST < abs(float(own)) < _MOST for own in sums):
+        return sums
+    return take(True)
+
+
 def measure(optimizer: Any, ready: Ready) -> Parts:
     """Everything that need not wait for the base's step."""
     options, home, share = ready.options, ready.home, ready.numbers.share
-    dg: list[Tensor] = []
     live = NO
     for batch in ready.batches:
-        is_live = ready.rate_of(batch).live
-        terms = vectors.inner(batch.displacements, batch.grads)
-        if not is_live.is_yes or not batch.counts:
-            # Such a group has no part in h, but a NaN in its gradients must still show.
-            terms = [term * is_live.value * batch.counts for term in terms]
-        if optimizer.param_groups[batch.group].get("maximize"):
-            terms = [-term for term in terms]
-        dg += terms
         if batch.device.type != "meta":
-            live = live | is_live.to(home)
+            live = live | ready.rate_of(batch).live.to(home)
     grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
-    dg_sum, (gg, all_gg) = vectors.total(dg, home) * share, _gradient_squares(ready)
+    (dg,) = _looked_at(ready, lambda exact: (_signal(optimizer, ready, exact),))
+    dg_sum, (gg, all_gg) = dg * share, _gradient_squares(ready)
     if grad_scale is not None:
         unscale = 1 / grad_scale.to(home).reshape(())
         dg_sum, gg, all_gg = dg_sum * unscale, gg * unscale**2, all_gg * unscale**2
@@ -106,31 +129,57 @@ def measure(optimizer: Any, ready: Ready) -> Parts:
     )
 
 
+def _signal(optimizer: Any, ready: Ready, exact: bool) -> Tensor:
+    """⟨Δ, g⟩, where Δ are the displacements as they are stored."""
+    dg: list[Tensor] = []
+    for batch in ready.batches:
+        is_live = ready.rate_of(batch).live
+        terms = vectors.inner(batch.displacements, batch.grads, exact=exact)
+        if not is_live.is_yes or not batch.counts:
+            # Such a group has no part in h, but a NaN in its gradients must still show.
+            terms = [term * is_live.value * batch.counts for term in terms]
+        if optimizer.param_groups[batch.group].get("maximize"):
+            terms = [-term for term in terms]
+        dg += terms
+    return vectors.total(dg, ready.home)
+
+
 def _gradient_squares(ready: Ready) -> tuple[Tensor | float, Tensor | float]:
     """‖g‖² of the groups whose lr is not 0, and of all."""
-    options, home = ready.options, ready.home
+    options = ready.options
     takes_cosine = tuner.RULES[options.preset].takes_cosine
     if not (tuner.reads_x(options) or options.max_grad_norm < math.inf or takes_cosine):
         return 0.0, 0.0
-    own = [
-        (square, ready.rate_of(batch).live)
-        for batch in ready.batches
-        if batch.counts
-        for square in vectors.squares(batch.grads, batch.dtype)
-    ]
-    all_gg = vectors.total([square for square, _ in own], home)
-    if all(is_live.is_yes for _, is_live in own):
-        return all_gg, all_gg
-    # Not by a product: inf · 0 is NaN.
-    return vectors.total([is_live.choose(square, 0.0) for square, is_live in own], home), all_gg
+
+    def take(exact: bool) -> tuple[Tensor, ...]:
+        own = [
+            (square, ready.rate_of(batch).live)
+            for batch in ready.batches
+            if batch.counts
+            for square in vectors.squares(batch.grads, batch.dtype, exact=exact)
+        ]
+        all_gg = vectors.total([square for square, _ in own], ready.home)
+        if all(is_live.is_yes for _, is_live in own):
+            return all_gg, all_gg
+        # Not by a product: inf · 0 is NaN.
+        squares = [is_live.choose(square, 0.0) for square, is_live in own]
+        return vectors.total(squares, ready.home), all_gg
+
+    gg, all_gg = _looked_at(ready, take)
+    return gg, all_gg
 
 
 def decay_sums(ready: Ready, points: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     """⟨Δ, x⟩ and ‖x‖², where x are points of each batch."""
     counted = [(b, own) for b, own in zip(ready.batches, points, strict=True) if b.counts]
-    dx = [q for batch, own in counted for q in vectors.inner(batch.displacements, own)]
-    xx = [q for batch, own in counted for q in vectors.squares(own, batch.dtype)]
-    return vectors.total(dx, ready.home) * ready.numbers.share, vectors.total(xx, ready.home)
+
+    def take(exact: bool) -> tuple[Tensor, ...]:
+        dx = [q for b, own in counted for q in vectors.inner(b.displacements, own, exact=exact)]
+        xx = [q for b, own in counted for q in vectors.squares(own, b.dtype, exact=exact)]
+        return vectors.total(dx, ready.home), vectors.total(xx, ready.home)
+
+    dx, xx = _looked_at(ready, take)
+    return dx * ready.numbers.share, xx
 
 
 def _displacement_square(optimizer: Any, ready: Ready) -> Any:
@@ -145,29 +194,71 @@ def _displacement_square(optimizer: Any, ready: Ready) -> Any:
         if param.grad is None and DISPLACEMENT in optimizer.state.get(param, {})
     ]
     idle = vectors.batches(stored, counted=None if ready.ranks is None else ready.ranks.counted)
-    squares = [
-        q
-        for batch in (*ready.batches, *idle)
-        if batch.counts
-        for q in vectors.squares(batch.displacements, batch.dtype)
-    ]
-    return vectors.total(squares, ready.home) * ready.numbers.share**2
+    counted = [batch for batch in (*ready.batches, *idle) if batch.counts]
+
+    def take(exact: bool) -> tuple[Tensor, ...]:
+        own = [vectors.squares(b.displacements, b.dtype, exact=exact) for b in counted]
+        return (vectors.total([square for squares in own for square in squares], ready.home),)
+
+    (square,) = _looked_at(ready, take)
+    return square * ready.numbers.share**2
 
 
 def _new_reference(optimizer: Any, ready: Ready) -> tuple[Tensor | float, int]:
     """‖x‖² of the parameters that are seen for the first time, and their number."""
-    x1: Tensor | float = 0.0
-    d = 0
-    for batch in ready.batches:
-        new = [
-            param
-            for owner, param in zip(batch.owners, batch.params, strict=True)
-            if batch.counts and DISPLACEMENT not in optimizer.state.get(owner, {})
-        ]
-        if new:
-            x1 = x1 + vectors.total(vectors.squares(new, batch.dtype), ready.home)
-            d += sum(param.numel() for param in new)
-    return x1, d
+    new = [
+        (param, batch.counts)
+        for batch in ready.batches
+        for owner, param in zip(batch.owners, batch.params, strict=True)
+        if DISPLACEMENT not in optimizer.state.get(owner, {})
+    ]
+    _look_for_infinite(optimizer, ready, [param for param, _ in new])
+    counted = [param for param, counts in new if counts]
+    x1 = robust_square(counted, ready.home) if counted else 0.0
+    return x1, sum(param.numel() for param in counted)
+
+
+def robust_square(tensors: list[Tensor], home: torch.device) -> Tensor:
+    """‖x‖² without the elements that are no measure of the others: NaN, inf, and those `_ABSURD`
+    times as large as is typical. A single one of them could be all of ‖x‖."""
+    held = [t for t in tensors if t.numel() and (t.device.type != "meta" or home.type == "meta")]
+    if not held:
+        return torch.zeros((), dtype=scalar_dtype(home), device=home)
+    typical = torch.stack([_typical_size(tensor).to(home) for tensor in held]).median()
+    bound = _ABSURD * typical.clamp(min=tuner.FLOOR)
+    terms = []
+    for tensor in held:
+        most = bound.to(tensor.device)
+        for _, (piece,) in vectors.split(_PIECE, tensor):
+            wide = piece.to(most.dtype)
+            terms.append(torch.where(wide.abs() <= most, wide, 0.0).square().sum())
+    return vectors.total(terms, home)
+
+
+def _typical_size(tensor: Tensor) -> Tensor:
+    """The median of |x| in a sample of the elements; 0 if they are NaN."""
+    sample = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)]
+    sizes = sample.abs().to(scalar_dtype(tensor.device))
+    return torch.where(sizes.isnan(), 0.0, sizes).median()
+
+
+def _look_for_infinite(optimizer: Any, ready: Ready, new: list[Tensor]) -> None:
+    """Note whether weights are infinite: of all parameters the first time, then of new ones."""
+    if not can_look(ready.home):
+        return
+    known = _has_infinite.get(optimizer)
+    if known is None:
+        new = [param for batch in ready.batches for param in batch.params]
+    if new or known is None:
+        held = [param for param in new if param.numel() and param.device.type != "meta"]
+        largest = torch._foreach_norm(held, ord=math.inf) if held else []
+        is_finite = all(math.isfinite(size) for size in largest)
+        _has_infinite[optimizer] = bool(known) or not is_finite
+
+
+def has_infinite(optimizer: Any) -> bool:
+    """Whether a weight of an optimizer is known to be infinite."""
+    return _has_infinite.get(optimizer, False)
 
 
 def expected_size(optimizer: Any, batches: list[Batch]) -> int:
@@ -176,21 +267,45 @@ def expected_size(optimizer: Any, batches: list[Batch]) -> int:
     return sum(o.numel() for o in owners if DISPLACEMENT not in optimizer.state.get(o, {}))
 
 
-def measure_proposal(ready: Ready, proposal: Proposal, updates: Tensor) -> dict[str, Tensor]:
+def measure_proposal(ready: Ready, parts: Parts, proposal: Proposal) -> dict[str, Tensor]:
     """This process's part of the sums that have to wait for the base, by their names in
     `tuner.Sums`. There are none in most steps."""
     late: dict[str, Tensor] = {}
     if tuner.RULES[ready.options.preset].decays_after_base:
         late["dx"], late["xx"] = decay_sums(ready, proposal.points)
-    if not ready.rates.measures_update:
+    if not ready.rates.measures_update and not _is_extreme(ready, parts):
         return late
+    (uu,) = _looked_at(ready, lambda exact: (_update_square(ready, proposal, exact),))
+    return late | {"uu": uu}
+
+
+def counted_update(ready: Ready, uu: Tensor, updates: Tensor) -> Tensor:
+    """‖u‖² as the rule is told of it: 0 but in the first steps, and when a rate has risen. Whether
+    it has, only the device may know."""
+    if not ready.rates.measures_update:
+        return torch.zeros_like(uu)
+    is_needed = Flag(updates < FIRST_STEPS) | ready.rates.has_risen.to(ready.home)
+    return is_needed.choose(uu, 0.0)
+
+
+def _is_extreme(ready: Ready, parts: Parts) -> bool:
+    """Whether gradients are so large or small that a base may not be able to square them: then its
+    update is looked at, where that is possible."""
+    if not can_look(ready.home) or not isinstance(parts.gg, Tensor):
+        return False
+    gg = float(parts.gg)
+    return gg > 0 and not _LEAST < gg < _MOST
+
+
+def _update_square(ready: Ready, proposal: Proposal, exact: bool) -> Tensor:
+    """‖u‖² of the updates that count here."""
     uu = torch.zeros_like(ready.numbers.scale)
     for batch, *points in zip(ready.batches, proposal.points, proposal.origin, strict=True):
         rate = ready.rate_of(batch)
         if batch.counts and not rate.live.is_no:
             unit = as_factor(rate.unit, uu)
-            squares = vectors.proposal_squares(batch, *points)
+            squares = vectors.proposal_squares(
+                batch, *points, has_infinite=ready.has_infinite, exact=exact
+            )
             uu = uu + vectors.total(squares, ready.home) * unit**2
-    # Whether it is needed, only the device may know.
-    is_needed = Flag(updates < FIRST_STEPS) | ready.rates.has_risen.to(ready.home)
-    return late | {"uu": is_needed.choose(uu, 0.0)}
+    return uu

@@ -7,6 +7,7 @@ Only the last part writes to what users see, and once it has begun it is finishe
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,29 @@ from mechanic.torch.capture import is_capturing, is_fake, is_traced
 from mechanic.torch.commit import Values, commit
 from mechanic.torch.copies import Copies
 from mechanic.torch.flag import NO, YES, Flag
-from mechanic.torch.measure import Parts, Ready, expected_size, measure, measure_proposal
+from mechanic.torch.measure import (
+    Parts,
+    Ready,
+    can_look,
+    counted_update,
+    expected_size,
+    has_infinite,
+    measure,
+    measure_proposal,
+)
 from mechanic.torch.mechanism import DISPLACEMENT
-from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates
+from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates, step_name
 from mechanic.torch.scalars import Numbers, advance, are_floats, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 from mechanic.tuner import Array
+
+# A hundredth of float32's largest number: what it bounds grows by a few times in one step.
+_FARTHEST = 1e36
+
+# An update of SGD is as small or large as the gradient. Where the norm of that is outside of these
+# bounds, an update at the usual lr could vanish beside the parameter, or overflow.
+_SMALL_GRADIENT, _LARGE_GRADIENT = 1e-6, 1e12
 
 
 def step(call: Call) -> Any:
@@ -38,12 +55,14 @@ def step(call: Call) -> Any:
         return call.run_base(call.optimizer)
     try:
         parts, copies = _measure(call, ready)
+        ready = ready._replace(has_infinite=has_infinite(call.optimizer))
         if call.mechanism.process_group is not None:
             ready = _agree(ready, parts)
         finite = _decide(call, ready, parts)
         if finite.is_no:
             return _skip(call)
         parts = _clip(ready, parts)
+        ready = _suit_gradients(call, ready, parts)
         proposal = base.propose(call, ready.batches, copies, ready.rates.rates, finite)
         numbers, by, takes_part = _tune(call, ready, parts, proposal, finite)
         _move(call, ready, proposal, numbers, by, finite, takes_part)
@@ -134,7 +153,7 @@ def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
     """Whether all gradients are finite, so that the step is made. Only where the base cannot skip
     a step by itself does the host wait for the answer."""
     found_inf: Any = parts.found_inf if hasattr(call.optimizer, "found_inf") else None
-    finite = is_finite(ready.options, parts.dg, found_inf)
+    finite = is_finite(ready.options, parts.dg, found_inf) & _is_near(ready, parts)
     if is_fake():
         return YES
     if is_traced():
@@ -147,6 +166,20 @@ def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
         and skips_by_itself(call)
     )
     return finite if is_left_to_base else decide(finite)
+
+
+def _is_near(ready: Ready, parts: Parts) -> Flag:
+    """Whether neither S·Δ nor what is stored of Δ, nor what proposals are multiplied with for
+    either, is so large that the next could be infinite. Without a minimum S grows for ever."""
+    if not ready.options.skip_nonfinite or not isinstance(parts.dd, Tensor):
+        return YES
+    unit = max((r.unit for r in ready.rates.rates if isinstance(r.unit, float)), default=0.0)
+    scale, share = ready.numbers.scale, ready.numbers.share
+    if can_look(ready.home):
+        length = max(math.sqrt(float(parts.dd)), unit)
+        return Flag(not (length * float(scale) > _FARTHEST or length > _FARTHEST * float(share)))
+    per_delta = torch.maximum(scale, 1 / share)
+    return Flag(~(per_delta**2 * parts.dd.clamp(min=unit**2) > _FARTHEST**2))
 
 
 def _skip(call: Call) -> Any:
@@ -169,6 +202,25 @@ def _clip(ready: Ready, parts: Parts) -> Parts:
         return parts._replace(
             dg=parts.dg * factor, gg=parts.gg * square, all_gg=parts.all_gg * square
         )
+
+
+def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
+    """Have SGD run at a learning rate that makes its update neither too small nor too large beside
+    the parameters, where gradients are extreme. By a power of two, so that nothing is rounded."""
+    if step_name(call.base_step) != "torch.optim.sgd.SGD.step" or not can_look(ready.home):
+        return ready
+    norm = math.sqrt(float(parts.gg))
+    is_usual = _SMALL_GRADIENT < norm < _LARGE_GRADIENT
+    if is_usual or norm == 0 or not math.isfinite(norm):
+        return ready
+    factor = 2.0 ** -min(max(round(math.log2(norm)), -100), 100)  # of a number in float32
+    rates = [
+        rate._replace(base_lr=rate.base_lr * factor, unit=rate.unit / factor)
+        if rate.live.is_yes and isinstance(rate.base_lr, float)
+        else rate
+        for rate in ready.rates.rates
+    ]
+    return ready._replace(rates=ready.rates._replace(rates=rates))
 
 
 def _tune(
@@ -212,11 +264,30 @@ def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tun
         dd=parts.dd + zero,
         uu=zero,
     )
-    late = measure_proposal(ready, proposal, call.mechanism.counts.read().updates)
+    late = measure_proposal(ready, parts, proposal)
     if not late:
         return sums
     values = sharding.begin_sums(ready.ranks, tuple(late.values()))()
-    return sums._replace(**dict(zip(late, values, strict=True)))
+    late = dict(zip(late, values, strict=True))
+    if "uu" in late:
+        _refuse_nonfinite_update(call, ready, late["uu"])
+        late["uu"] = counted_update(ready, late["uu"], call.mechanism.counts.read().updates)
+    return sums._replace(**late)
+
+
+def _refuse_nonfinite_update(call: Call, ready: Ready, uu: Tensor) -> None:
+    """Skip a step whose gradients are finite, but not what the base makes of them, where that is
+    known in time."""
+    if not ready.options.skip_nonfinite or not can_look(ready.home) or math.isfinite(float(uu)):
+        return
+    warnings.warn(
+        f"mechanic: a step was skipped, because the update of {type(call.optimizer).__name__} "
+        "held NaN or inf, although its gradients did not. They may be too large or too small for "
+        "it to square in float32; scale the loss.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    raise closures.NonFinite
 
 
 def _first_share(call: Call, ready: Ready, finite: Flag) -> Tensor:
@@ -256,7 +327,10 @@ def _move(
             rate = ready.rate_of(batch)
             if not rate.live.is_no and not _is_recorded(call):
                 of_group = _of_group(by, rate, ready.home).like(batch)
-                writes += vectors.moves(batch, points, origin, of_group, step_number)
+                writes += vectors.moves(
+                    *(batch, points, origin, of_group, step_number),
+                    has_infinite=ready.has_infinite,
+                )
         writes.append(lambda: _finish(call, ready, proposal, packed))
         commit(writes)
     if _is_recorded(call):

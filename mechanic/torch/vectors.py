@@ -111,9 +111,11 @@ def displacement_shape(param: Tensor) -> tuple[int, ...]:
     return (*param.shape, 2) if param.is_complex() else tuple(param.shape)
 
 
-def inner(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+def inner(a: list[Tensor], b: list[Tensor], *, exact: bool = False) -> list[Tensor]:
     """⟨a, b⟩ in terms that are to be added up: one for each pair, or for several small ones. They
-    are in the dtype that `a` is computed in, and `b` may be sparse."""
+    are in the dtype that `a` is computed in, if `exact` in float64, and `b` may be sparse."""
+    if exact:
+        return [_inner(x, y, torch.float64) for x, y in zip(a, b, strict=True)]
     terms: list[Tensor] = []
     small: list[tuple[Tensor, Tensor]] = []
     size = 0
@@ -137,28 +139,31 @@ def _inner_of_small(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     return flat.sum(dtype=scalar_dtype(flat.device))
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if b.is_sparse:
         b = b.coalesce()
         a, b = a.sparse_mask(b).values(), b.values()
-    dtype = working_dtype(a)
+    dtype = dtype or working_dtype(a)
     if a.numel() <= _SMALL:
         return torch.mul(a.to(dtype), b.to(dtype)).sum(dtype=scalar_dtype(a.device))
     if b.dtype == a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
-    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in _split(_PIECE, a, b)]
+    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in split(_PIECE, a, b)]
     return torch.stack(parts).sum()
 
 
-def squares(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def squares(tensors: list[Tensor], dtype: torch.dtype, *, exact: bool = False) -> list[Tensor]:
     """The sum of ‖a‖² over tensors of one device, as a term that is to be added to others; the
-    norms are taken in `dtype`, and the tensors may be sparse."""
+    norms are taken in `dtype`, if `exact` in float64, and the tensors may be sparse."""
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     if not dense:
         return []
-    norms = torch._foreach_norm([t if t.dtype is dtype else t.to(dtype) for t in dense])
-    exact = torch.stack(norms).to(scalar_dtype(norms[0].device))
-    return [(exact * exact).sum()]
+    if exact:
+        norms = torch._foreach_norm(dense, dtype=torch.float64)
+    else:
+        norms = torch._foreach_norm([t if t.dtype is dtype else t.to(dtype) for t in dense])
+    wide = torch.stack(norms).to(scalar_dtype(norms[0].device))
+    return [(wide * wide).sum()]
 
 
 def total(terms: Iterable[Tensor], home: torch.device) -> Tensor:
@@ -247,7 +252,7 @@ def pieces(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> Iterator
     for tensors in rows:
         numel = tensors[0].numel()
         if numel > limit or batch.is_narrow:
-            for first, parts in _split(limit, *tensors):
+            for first, parts in split(limit, *tensors):
                 yield _piece([parts], first)
             continue
         if together and size + numel > limit:
@@ -264,7 +269,7 @@ def _piece(rows: list[tuple[Tensor, ...]], first: int) -> Piece:
     return Piece(params, stored, points, origin, first)
 
 
-def _split(limit: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+def split(limit: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Tensors side by side in parts of about so many elements, each with its place."""
     if tensors[0].dim() == 0 or tensors[0].numel() <= limit:
         yield 0, tensors
@@ -278,20 +283,36 @@ def _split(limit: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ..
         yield index * rows * row, part
 
 
-def proposal_squares(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> list[Tensor]:
+def proposal_squares(
+    batch: Batch,
+    points: list[Tensor],
+    origin: list[Tensor],
+    *,
+    has_infinite: bool = False,
+    exact: bool = False,
+) -> list[Tensor]:
     """‖p‖² of what the base proposes, for each parameter or in pieces."""
     return [
         square
         for piece in pieces(batch, points, origin)
-        for square in squares(_proposals(piece, batch.dtype), batch.dtype)
+        for square in squares(
+            _proposals(piece, batch.dtype, has_infinite), batch.dtype, exact=exact
+        )
     ]
 
 
-def _proposals(piece: Piece, dtype: torch.dtype) -> list[Tensor]:
+def _proposals(piece: Piece, dtype: torch.dtype, has_infinite: bool) -> list[Tensor]:
+    """What the base proposes. If some weights may be infinite, the others have to be told apart
+    from them: inf − inf is NaN, but an infinite weight has not moved."""
     if piece.points[0].dtype == dtype:
-        return list(torch._foreach_sub(piece.points, piece.origin))
-    pairs = zip(piece.points, piece.origin, strict=True)
-    return [point.to(dtype) - origin for point, origin in pairs]
+        proposals = list(torch._foreach_sub(piece.points, piece.origin))
+    else:
+        pairs = zip(piece.points, piece.origin, strict=True)
+        proposals = [point.to(dtype) - origin for point, origin in pairs]
+    if has_infinite:
+        for proposal, origin in zip(proposals, piece.origin, strict=True):
+            proposal.masked_fill_(~origin.isfinite(), 0.0)
+    return proposals
 
 
 def moves(
@@ -300,19 +321,23 @@ def moves(
     origin: list[Tensor],
     by: Coefficients,
     step: Tensor,
+    *,
+    has_infinite: bool = False,
 ) -> list[Callable[[], tuple[list[Tensor], list[Tensor]]]]:
     """What moves the parameters of a batch, for `commit`: one write for each piece. `step` is the
     number of the step, which decides how narrow numbers are rounded."""
     parts = pieces(batch, points, origin)
-    return [functools.partial(_moved, piece, by, batch.dtype, step) for piece in parts]
+    return [
+        functools.partial(_moved, piece, by, batch.dtype, step, has_infinite) for piece in parts
+    ]
 
 
 def _moved(
-    piece: Piece, by: Coefficients, dtype: torch.dtype, step: Tensor
+    piece: Piece, by: Coefficients, dtype: torch.dtype, step: Tensor, has_infinite: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What a step writes, and the values that it writes there: the next parameters and stored
     displacements of a piece. Nothing is written yet."""
-    proposals, count = _proposals(piece, dtype), len(piece.params)
+    proposals, count = _proposals(piece, dtype, has_infinite), len(piece.params)
     targets = [*piece.stored, *piece.params]
     if {tensor.dtype for tensor in targets} == {dtype}:
         nexts = torch._foreach_addcmul(piece.params, piece.stored, [by.x_per_stored] * count)
