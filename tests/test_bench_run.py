@@ -138,7 +138,8 @@ def test_runs_goes_on_and_stops(whole: Whole, tmp_path: Path, capsys) -> None:
     assert len(load(url)) == 2 * LRS + 8
 
 
-@pytest.mark.parametrize(("early", "late"), [(1, 1), pytest.param(3, 7, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("early", "late"), [(1, 1), (3, 7)])
 def test_killed_many_times_the_table_is_that_of_an_undisturbed_run(
     whole: Whole, tmp_path: Path, early: int, late: int
 ) -> None:
