@@ -20,6 +20,8 @@ parameters are made with, and the part of Δ_t that is retained (1 in the paper)
 
     Δ_{t+1} = retained·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
 
+Where nothing is retained, x_ref becomes x_t, so that the parameters stay where they are.
+
 `docs/algorithm.md` lists each place where a rule leaves the paper's text, and why.
 """
 
@@ -39,11 +41,11 @@ Array: TypeAlias = Any
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = (
-    4.0  # a rise of S·h this many times above its recent falls may halve S; L grows by no more
-)
+OUTLIER = 4.0  # a rise of S·h so many times above its recent falls may halve S
 SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
+LOST = 0.1  # Δ was wrong when the scale has fallen to this part of the ramp's largest
+THAW = 4.0  # the tuner's hesitation is divided by this when Δ was wrong
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
@@ -78,25 +80,31 @@ class Sums(NamedTuple):
 
 class State(NamedTuple):
     """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t. The default
-    rule uses m, v and r for numbers of its own, which its docstring explains."""
+    rule has numbers of its own, in words, and uses `s` alone of the first four."""
 
     beta: Array
     m: Array
     v: Array
     r: Array
     s: Array
-    M: Array
-    """The number of parameters that the ramp was made for (default rule)"""
     U: Array
     """The largest ‖u‖ so far (relative start)"""
     D: Array
     """‖Δ‖ without the last update"""
-    R: Array
-    """The largest |S·h| of all (default rule)"""
-    L: Array
-    """R, but that one step against Δ raises it `OUTLIER`-fold at most (default rule)"""
-    C: Array
-    """The −S·h of the recent steps in a row along Δ, added up, as a part of L (default rule)"""
+    ramp_size: Array
+    """The number of parameters that the ramp was made for"""
+    largest_cosine: Array
+    """The largest recent |cosine|"""
+    hesitation: Array
+    """What the steps against Δ add up to; 0 in the ramp"""
+    recent_fall: Array
+    """The largest recent fall of the loss along Δ, −S·h"""
+    largest_change: Array
+    """The largest |S·h| of all"""
+    stake: Array
+    """The same, but that one step raises it `OUTLIER`-fold at most"""
+    top: Array
+    """The largest scale of the ramp, or the scale when Δ was last forgotten"""
 
 
 PER_BETA = ("beta", "m", "v", "r", "s")
@@ -112,7 +120,8 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = _total(zero)
-    return State(beta, m, v=zero, r=zero, s=s, M=none, U=none, D=none, R=none, L=none, C=none)
+    own = dict.fromkeys(State._fields[5:], none)
+    return State(beta, m, v=zero, r=zero, s=s, **own)
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -132,69 +141,114 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
-    """The scale is multiplied or divided each step, by the cosine of Δ and −g.
+    """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says.
 
-    Here m is the largest recent cosine, and r the largest recent −S·h, or a part of the largest
-    recent S·h; v counts the steps against Δ, each of which makes the tuner slower; C is what the
-    steps since the last of them come to.
+    The *ramp* is the time until the first step against Δ. After it every step against Δ makes the
+    tuner hesitate more, so that in noise the scale settles.
     """
-    xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
-    S = _total(s)
+    xp, S = namespace(sums.dg), _total(state.s)
     sigma, U = start(options, state, sums)
-    is_new = sums.d > ADDED * state.M
-    known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where there is none
+    is_new = sums.d > ADDED * state.ramp_size
+    known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where a ramp begins
 
     h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
     cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg)))
-    m = _max(beta * m, abs(cosine))
+    largest_cosine = _max(_mean(state.beta) * state.largest_cosine, abs(cosine))
     fall = _finite(-S * h)
-    R = _max(abs(fall), state.R)
-    # One blow-up must not make all that follows look like nothing.
-    most = xp.where(state.L > 0, OUTLIER * state.L, math.inf)
-    L = _max(_max(fall, xp.clip(-fall, None, most)), state.L)
-    part = _divide(xp.clip(abs(fall), None, L), L)
-    usual = _total(r) / _count(beta)
-    size = _divide(xp.clip(abs(fall), 0 * usual, 2 * OUTLIER * usual), usual)
-    record = _divide(abs(fall), R)  # what stands out again and again is noise, and no divergence
-    brake = xp.where(fall < 0, 1 + record**2 * (_max(size / OUTLIER, 1.0) - 1), 1.0)
-    much = xp.where(usual > 0, xp.clip(size, 0.0, 1.0), 1.0)
-    r = _max(SHORT * r, _max(fall, -fall / OUTLIER))
-
-    # A fall larger than any before: what was counted when less was at stake counts as much less.
-    v = v * xp.where(fall > state.R, _divide(state.R, R), 1.0)
+    largest_change = _max(abs(fall), state.largest_change)
+    stake = _raised(state.stake, fall)
+    much = _much(fall, state.recent_fall)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine * cosine * (1 - much)
-    c = _divide(rest * cosine + 0 * m, m)
-    # In noise, steps in a row along Δ that come to as much as the largest are not chance: what was
-    # counted before, when there was nothing to see, counts for less.
-    noise = _max(1 - m**2, 0.0) ** 2  # 0 where cosines come close to 1
-    C = xp.where(fall > 0, SHORT * state.C * _divide(state.L, L) + part, 0.0)
-    slow = v / (1 + (2 * noise**2 * C) ** 2)
-    gain = xp.where(v > 0, 2 / (2 + slow), (1 + _max(cosine, 0.0)) / 2)
-    worth = xp.clip(part / LEAST, 0.0, 1.0)
-    # Without noise, a cosine of some size against Δ says that the run diverges, however slow the
-    # tuner has become. In noise, large cosines only raise S.
-    large = much * cosine * cosine
-    toward = gain * c + xp.where(v > 0, noise * large, 0.0)
-    against = gain * abs(c) + m**2 * large
-    # The square: when all is learned every step goes along Δ, however large S is.
-    by = xp.where(c > 0, 1 + worth**2 * toward, 1 / (1 + worth * against))
-    by = xp.where(v > 0, by, xp.where(c < 0, BACK * by, by))  # the first against Δ ends the ramp
-    v = xp.where(known > 0, v + _max(-c, 0.0), 0.0)
+    c = _divide(rest * cosine, largest_cosine)
 
+    # After a fall larger than any change before, what was counted until then counts as much less:
+    # less was at stake.
+    is_record = fall > state.largest_change
+    discount = xp.where(is_record, _divide(state.largest_change, largest_change), 1.0)
+    hesitation = state.hesitation * discount
+    step = _speed(hesitation, cosine) * abs(c)
+    # Without noise, where cosines come close to 1, one of some size against Δ says that the run
+    # diverges, however slow the tuner has become.
+    divergence = largest_cosine**2 * much * cosine * cosine
+    by = _factor(c, hesitation, step, divergence, _worth(fall, stake))
+    brake = _brake(fall, largest_change, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
-    grown = _divide(_total(by * s), S)
-    s = by / brake * s / _max(_divide(U, state.U), 1.0)
-    s = _capped(options, xp.where(known > 0, s, sigma / _count(beta)))
-    # The past takes part by a root: x − x_ref = S·Δ follows a fall more than a rise, so that it
-    # lies a little closer to x_ref than at a fixed scale, and S settles as much higher.
-    past = xp.sqrt(xp.where(grown > 1, xp.sqrt(grown), grown))
-    past = xp.where(known > 0, 1 + rest * (past - 1), 1.0)
-    retained = xp.where(S > 0, _divide(past * S, _total(s)), 1.0)
-    M = xp.where(is_new, sums.d, state.M)
-    m, r, R, L, C = (xp.where(known > 0, kept, 0.0) for kept in (m, r, R, L, C))  # a new ramp
-    return state._replace(m=m, v=v, r=r, s=s, M=M, U=U, R=R, L=L, C=C), retained
+    shrunk = 1 / _max(_divide(U, state.U), 1.0)
+    tuned = xp.where(known > 0, by / brake * S * shrunk, sigma)
+    s = _capped(options, tuned / _count(state.beta) + 0 * state.beta)
+    tuned = _total(s)
+
+    top = _max(state.top * shrunk, xp.where(state.hesitation > 0, 0.0, tuned))
+    is_lost = xp.where(state.hesitation > 0, top * LOST, 0.0) > tuned
+    past = xp.where(is_lost, 0.0, 1 + rest * (_past(by) - 1))
+    retained = xp.where(S > 0, _divide(xp.where(known > 0, past, 1.0) * S, tuned), 1.0)
+    learned = {
+        "largest_cosine": largest_cosine,
+        "hesitation": (hesitation + _max(-c, 0.0)) / xp.where(is_lost, THAW, 1.0),
+        "recent_fall": _max(SHORT * state.recent_fall, _max(fall, -fall / OUTLIER)),
+        "largest_change": largest_change,
+        "stake": stake,
+        "top": xp.where(is_lost, tuned, top),
+    }
+    learned = {name: xp.where(known > 0, value, 0.0) for name, value in learned.items()}
+    ramp_size = xp.where(is_new, sums.d, state.ramp_size)
+    return state._replace(s=s, U=U, ramp_size=ramp_size, **learned), retained
+
+
+def _raised(stake: Array, fall: Array) -> Array:
+    """The largest change of all. One blow-up must not make all that follows look like nothing."""
+    xp = namespace(stake)
+    most = xp.where(stake > 0, OUTLIER * stake, math.inf)
+    return _max(_max(fall, xp.clip(-fall, None, most)), stake)
+
+
+def _much(fall: Array, recent_fall: Array) -> Array:
+    """How much is at stake, from 0 to 1, beside what was of late."""
+    xp = namespace(fall)
+    part = _divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
+    return xp.where(recent_fall > 0, part, 1.0)
+
+
+def _speed(hesitation: Array, cosine: Array) -> Array:
+    """How fast the scale follows: in the ramp, the faster the better the direction is known; later,
+    the slower the more went against Δ."""
+    xp = namespace(cosine)
+    return xp.where(hesitation > 0, 2 / (2 + hesitation), (1 + _max(cosine, 0.0)) / 2)
+
+
+def _worth(fall: Array, stake: Array) -> Array:
+    """Near 0 where hardly anything is at stake."""
+    xp = namespace(fall)
+    part = _divide(xp.clip(abs(fall), None, stake), stake)
+    return xp.clip(part / LEAST, 0.0, 1.0)
+
+
+def _factor(c: Array, hesitation: Array, step: Array, divergence: Array, worth: Array) -> Array:
+    """What the scale is multiplied with; the ramp ends with a step back. The square of the worth:
+    when all is learned, every step goes along Δ, however large the scale is."""
+    xp = namespace(c)
+    grown = 1 + worth**2 * step
+    fallen = xp.where(hesitation > 0, 1.0, BACK) / (1 + worth * (step + divergence))
+    return xp.where(c > 0, grown, xp.where(c < 0, fallen, 1.0))
+
+
+def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
+    """What the scale is divided by besides, up to 2, where the loss rises along Δ far more than it
+    fell of late. What stands out again and again is noise, and no divergence."""
+    xp = namespace(fall)
+    rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
+    excess = _max(_divide(rise, recent_fall) / OUTLIER, 1.0) - 1
+    record = _divide(fall, largest_change) ** 2
+    return 1 + excess * record**2
+
+
+def _past(by: Array) -> Array:
+    """How x − x_ref follows a change of the scale: by a root, and a fall more than a rise, so that
+    it lies a little closer to x_ref than at a fixed scale, and S settles as much higher."""
+    xp = namespace(by)
+    return xp.sqrt(xp.where(by > 1, xp.sqrt(by), by))
 
 
 def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -348,6 +402,10 @@ def _total(numbers: Array) -> Array:
 
 def _count(beta: Array) -> int:
     return 1 if type(beta) is float else len(beta)
+
+
+def _mean(beta: Array) -> Array:
+    return _total(beta) / _count(beta)
 
 
 def namespace(array: Array) -> Any:

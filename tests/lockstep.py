@@ -185,7 +185,8 @@ class Lock:
             if name != "D" or options.s_init == "relative":  # else it is not used
                 assert_near(a, b, tolerance * 10, name)  # of h, of which much may have cancelled
         # of h, of which the default keeps the largest as that of S·h
-        largest = one.state.r.max() / scale if options.preset == "default" else one.state.m.max()
+        is_default = options.preset == "default"
+        largest = one.state.recent_fall / scale if is_default else one.state.m.max()
         assert abs(one.signal - two.signal) <= tolerance * 10 * largest
         assert_near(one.reference_square, two.reference_square, tolerance, "‖x₁‖²")
         for a, b in zip(*(side.optimizer.param_groups for side in self.sides), strict=True):

@@ -56,6 +56,8 @@ def run(
         s, q = update_scale(tuner, delta, g, x, u, **options)  # lines 10 to 16
         s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
         tuner["s"] = s
+        if q == 0:  # the default rule begins anew from where it is
+            x_ref = x
         # Line 9, where the default rule forgets a part of the past: of all of Δ, whichever
         # parameters have a gradient at this step.
         delta = q * delta + u
@@ -110,10 +112,10 @@ def algorithm1(
 def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4):
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
-    beta = np.asarray(betas)
-    n, zero = len(beta), np.zeros(len(beta))
-    s, m, v, r = (state.get(name, zero).copy() for name in "smvr")
-    S, R, L, count = s.sum(), state.get("R", 0.0), state.get("L", 0.0), state.get("count", 0)
+    n = len(betas)
+    S, m, v, r = state.get("s", np.zeros(n)).sum(), *(state.get(name, 0.0) for name in "mvr")
+    R, L, top, count = (state.get(name, 0.0) for name in ("R", "L", "top", "count"))
+    ended = v > 0
 
     X = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
     D, U_before = np.linalg.norm(delta), state.get("U", 0.0)
@@ -131,44 +133,44 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
         v *= R / fall
     R = max(R, abs(fall))
     L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, blown * L))
-    together = 0.95 * state.get("together", 0.0) + fall if fall > 0 else 0.0
-    usual = r.sum() / n  # all of r are the same
-    size = abs(fall) / usual if usual > 0 else 0.0
-    much, by = min(1.0, size) if usual > 0 else 1.0, np.ones(n)
+    m = max(np.mean(betas) * m, abs(cosine))
+    much = min(1.0, abs(fall) / r) if r > 0 else 1.0
     rest = 1 - cosine**2 * (1 - much)
+    c = rest * cosine / m if m > 0 else 0.0
+
+    # The scale
+    k = 1 / (1 + v / 2) if ended else (1 + max(cosine, 0)) / 2
     worth = min(1.0, abs(fall) / (0.01 * L)) if L > 0 else 0.0
-    for i in range(n):
-        m[i] = max(beta[i] * m[i], abs(cosine))
-        c = rest * cosine / m[i] if m[i] > 0 else 0.0
-        in_ramp = v[i] == 0
-        slow = v[i] / (1 + 4 * (max(0, 1 - m[i] ** 2) ** 4 * together / L) ** 2) if L > 0 else v[i]
-        gain = (1 + max(cosine, 0)) / 2 if in_ramp else 2 / (2 + slow)
-        if c > 0:
-            by[i] = 1 + worth**2 * c * gain
-            if not in_ramp:
-                by[i] += worth**2 * much * (cosine * max(0, 1 - m[i] ** 2)) ** 2
-        elif c < 0:
-            by[i] = 1 / (1 + worth * (gain * -c + much * (cosine * m[i]) ** 2))
-            if in_ramp:  # which ends
-                by[i] *= 0.5
-            v[i] -= c
-        if fall < 0 and size > 4:  # the brake
-            s[i] /= 1 + (min(2.0, size / 4) - 1) * (fall / R) ** 2
-        r[i] = max(0.95 * r[i], fall, -fall / 4)
-    grown = (by * state.get("s", zero)).sum() / S if S > 0 else 1.0
-    s = s * by
+    if c > 0:
+        by = 1 + worth**2 * k * c
+    elif c < 0:
+        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + much * (cosine * m) ** 2))
+    else:
+        by = 1.0
+    new = S * by
+    if r > 0 and -fall > 4 * r:  # the brake
+        new /= 1 + (min(2.0, -fall / r / 4) - 1) * (fall / R) ** 4
     if U_before > 0:
-        s = s * U_before / U
+        new, top = new * U_before / U, top * U_before / U
+    new = min(new, cap)
+    r = max(0.95 * r, fall, -fall / 4)
+    v += max(-c, 0.0)
+
+    # Has Δ been wrong?
+    top = top if ended else max(top, new)
+    past = 1 + rest * (by ** (0.25 if by > 1 else 0.5) - 1)
+    q = past * S / new if S > 0 else 1.0
+    if ended and new < 0.1 * top:
+        q, v, top = 0.0, v / 4, new
+
     is_new = count * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
-        s, grown = np.full(n, 1e-4 * X / U / n if U > 0 else 0.0), 1.0
-        m, v, r, R, L, together = zero, zero, zero, 0.0, 0.0, 0.0
-    count = x.size if is_new else count
-    s = s * min(1.0, cap / s.sum()) if s.sum() > 0 else s
-    past = 1 + rest * (grown ** (0.25 if grown > 1 else 0.5) - 1)
-    q = past * S / s.sum() if S > 0 else 1.0
-    state.update(m=m, v=v, r=r, R=R, L=L, together=together, U=U, D=q * D, count=count)
-    return s, q
+        new = min(1e-4 * X / U if U > 0 else 0.0, cap)
+        q = S / new if S > 0 else 1.0
+        m = v = r = R = L = top = 0.0
+    state.update(m=m, v=v, r=r, R=R, L=L, top=top)
+    state.update(U=U, D=q * D, count=x.size if is_new else count)
+    return np.full(n, new / n), q
 
 
 def algorithm2(hs, W0, beta=1.0, *, q_sign=-1.0):

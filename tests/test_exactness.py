@@ -239,6 +239,35 @@ def test_a_blow_up(problem, base):
     assert not np.allclose(expected[1], as_large_as_it_is[1], rtol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("problem", "base"), [("quadratic", "momentum"), ("quadratic", "lion"), ("wine", "adamw")]
+)
+def test_a_displacement_that_was_wrong_is_forgotten(problem, base, monkeypatch):
+    """Gradients that point away for a third of the run take S down tenfold, once or more often."""
+    clean, base = PROBLEMS[problem], BASES[base]
+
+    def factor(t):
+        return -1.0 if 12 <= t < STEPS // 3 else 1.0
+
+    numpy = SimpleNamespace(
+        x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
+    )
+    turned = clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
+    kept = []
+
+    def multiplied(*args, **options):
+        scale, share = rule(*args, **options)
+        kept.append(share)
+        return scale, share
+
+    rule = reference.multiplied
+    monkeypatch.setattr(reference, "multiplied", multiplied)
+    trajectory = train(turned, base, torch.float64)
+    expected = expect(turned, base, "default")
+    assert 0 in kept
+    assert_same(trajectory, expected, TOLERANCE["default"])
+
+
 @pytest.mark.parametrize("preset", ["paper", "default"])
 def test_a_cap(preset):
     problem, base = PROBLEMS["wine"], BASES["adamw"]

@@ -96,6 +96,18 @@ def are_equal(these: list[Tensor], those: list[Tensor]) -> bool:
 # Gradients
 
 
+def extreme_steps(name: str, size: float, *, all_of_them: bool) -> Iterator[Run]:
+    """Thirty steps; the gradients of all of them, or of one after 25 others, are of this size."""
+    run = Run(name, steps=0 if all_of_them else 25)
+    for step in range(30):
+        run.give_gradients()
+        if all_of_them or step == 0:
+            for param in run.params:
+                param.grad.clamp_(-2, 2).mul_(size)
+        run.opt.step()
+        yield run
+
+
 @pytest.mark.parametrize(
     "size",
     [0.0, 1e-45, 1e-30, 1e19, 1e30]
@@ -107,13 +119,7 @@ def test_finite_gradients_of_any_size_leave_everything_finite(name, size, all_of
     """Denormal ones and those whose squares overflow. No step is skipped, none makes a NaN."""
     if name in ("SGD", "momentum") and (size, all_of_them) in ((1e30, False), (1e-45, True)):
         request.applymarker(pytest.mark.xfail(reason="all steps after it are skipped"))
-    run = Run(name, steps=0 if all_of_them else 25)
-    for step in range(30):
-        run.give_gradients()
-        if all_of_them or step == 0:
-            for param in run.params:
-                param.grad.clamp_(-2, 2).mul_(size)
-        run.opt.step()
+    for run in extreme_steps(name, size, all_of_them=all_of_them):
         assert all(value.isfinite().all() for value in run.all())
     assert skipped(run.opt) == 0
 
@@ -125,13 +131,7 @@ def test_gradients_that_no_base_can_square_leave_the_weights_finite(name, all_of
     """At 2e38 the steps may be skipped, which a warning tells."""
     if name == "AdamW" and not all_of_them:
         request.applymarker(pytest.mark.xfail(reason="the weights become NaN"))
-    run = Run(name, steps=0 if all_of_them else 25)
-    for step in range(30):
-        run.give_gradients()
-        if all_of_them or step == 0:
-            for param in run.params:
-                param.grad.clamp_(-2, 2).mul_(1e38)
-        run.opt.step()
+    for run in extreme_steps(name, 1e38, all_of_them=all_of_them):
         assert all(param.isfinite().all() for param in run.params)
         assert math.isfinite(tuner(run.opt).scale)
 

@@ -121,7 +121,7 @@ def test_add_param_group_mid_run(base: Base) -> None:
     assert torch.equal(tuner(opt).scale, scale)
     loss = problem.total()
     problem.patience = patience
-    losses = train(opt, problem, 80, start=20)
+    losses = train(opt, problem, 100, start=20)
     assert all((p != x).any() for p, x in zip(second, at_rest, strict=True))
     assert all(torch.isfinite(p).all() for p in problem.params)
     # The ramp begins anew and takes nothing back. Later, at an lr that stays and with hardly any

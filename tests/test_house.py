@@ -18,7 +18,10 @@ LONG_FUNCTIONS = {
     "tune",  # a kernel
     "_default",  # the rule
 }
-RECORDS = {"Run"}  # a line of a CSV file, whose fields are its columns
+RECORDS = {
+    "Run",  # a line of a CSV file, whose fields are its columns
+    "State",  # the numbers of all rules, each of which uses some
+}
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

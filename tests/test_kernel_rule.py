@@ -30,15 +30,16 @@ def apply_rule(
     """The rule on one case: the tuner's numbers, which it writes anew, and what a step measures."""
     packed += tl.program_id(0) * SIZE
     given = measured + tl.program_id(0) * GIVEN
-    scale, share, x_per_stored = RULE(
+    scale, share, x_per_stored, kept = RULE(
         packed, tl.load(given), tl.load(given + 1), tl.load(given + 2), tl.load(given + 3),
         tl.load(given + 4), tl.load(given + 5), tl.load(given + 6), tl.load(given + 7) != 0.0,
         tl.arange(0, LANES),
     )  # fmt: skip
-    made += tl.program_id(0) * 3
+    made += tl.program_id(0) * 4
     tl.store(made, scale)
     tl.store(made + 1, share)
     tl.store(made + 2, x_per_stored)
+    tl.store(made + 3, kept)
 
 
 RULE_OPTIONS = [
@@ -87,12 +88,12 @@ def test_the_rule_is_the_tuners(options, frozen):
     n, count = len(options.betas), 200 if ON_GPU else 6
     packed, measured = draw_cases(options.betas, count)
     written = packed.to(DEVICE, copy=True)
-    made = torch.zeros(count, 3, dtype=torch.float64, device=DEVICE)
+    made = torch.zeros(count, 4, dtype=torch.float64, device=DEVICE)
     rule = write_rule(options, frozen=frozen)
     sizes = len(ROWS) * n, len(GIVEN), next_power_of_2(n)
     apply_rule[(count,)](written, measured.to(DEVICE), made, rule, *sizes)
     cases = zip(packed, measured, written.cpu(), made.cpu(), strict=True)
-    for had, given, now, (scale, share, x_per_stored) in cases:
+    for had, given, now, (scale, share, x_per_stored, kept) in cases:
         before = {
             name: row if name in rules.PER_BETA else row[0]
             for name, row in zip(ROWS, had, strict=True)
@@ -105,16 +106,19 @@ def test_the_rule_is_the_tuners(options, frozen):
             d=before["size"],
         )
         part = step["takes_part"] != 0
-        after, kept = advance(options, state, step["share"], sums, part, frozen=frozen)
-        expected = before | after._asdict() | {"share": kept}
+        after, next_share, own_kept = advance(
+            options, state, step["share"], sums, part, frozen=frozen
+        )
+        expected = before | after._asdict() | {"share": next_share}
         if part:
             expected |= {"scale": after.s.sum(), "signal": sums.dg}
         for name, row in zip(ROWS, now, strict=True):
             assert_near(expected[name].expand(n), row, 1e-9, name)
         assert_near(expected["scale"], scale, 1e-9, "scale")
-        assert_near(kept, share, 1e-9, "share")
-        terms = expected["scale"] * kept, before["scale"] * step["share"]
-        assert abs(terms[0] - terms[1] - x_per_stored) <= 1e-9 * max(terms)
+        assert_near(next_share, share, 1e-9, "share")
+        assert float(own_kept) == float(kept)
+        terms = expected["scale"] * next_share, before["scale"] * step["share"]
+        assert abs((terms[0] - terms[1]) * kept - x_per_stored) <= 1e-9 * max(terms)
 
 
 def test_a_number_of_state_that_a_rule_adds_is_loaded_and_stored():

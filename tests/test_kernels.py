@@ -255,6 +255,21 @@ def test_what_the_kernels_do_not_do_is_left_to_the_plain_path():
         assert not lock.fast.ran_kernels(known=True)
 
 
+@pytest.mark.parametrize("base", ["AdamW", "Own"])
+def test_a_displacement_that_was_wrong_is_forgotten(base):
+    lock = Lock({**KNOWN, **ANY}[base], ONE)
+    for _ in range(12):
+        lock.step()
+    forgotten = 0
+    for _ in range(30):
+        lock.step([-gradient for gradient in lock.gradients()])
+        forgotten += float(lock.plain.mechanism.scalars.read().state.D) == 0
+        lock.assert_same(factor=1.0)
+    assert forgotten
+    lock.run(10)
+    lock.assert_same(factor=1.0)
+
+
 def test_a_cap_and_a_frozen_scale():
     lock = Lock(KNOWN["AdamW-fused"], ONE, max_scale=0.015)
     lock.run(6)

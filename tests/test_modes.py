@@ -8,7 +8,8 @@ import torch
 from cases import case
 from sklearn.datasets import load_digits
 
-from mechanic.torch import mechanize, tuner
+from mechanic.torch import mechanize, modes, tuner, vectors
+from mechanic.torch.mechanism import DISPLACEMENT
 
 BASES = [schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree]
 
@@ -123,3 +124,27 @@ def test_detach_goes_on_from_where_the_weights_are(base, mode):
         own.eval()
     for a, b in zip(problem.net.parameters(), frozen.net.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_the_second_point_follows_where_the_displacement_is_forgotten(kept):
+    """What lies between it and the point that the base is shown stays what it is."""
+    model = torch.nn.Linear(5, 3)
+    optimizer = mechanize(schedulefree.SGDScheduleFree(model.parameters(), lr=1.0))
+    optimizer.train()
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+    numbers = optimizer._mechanic.scalars.read()
+    batches = vectors.batches(
+        (0, param, None, optimizer.state[param][DISPLACEMENT]) for param in model.parameters()
+    )
+    targets, values = modes.follow_reference(optimizer, numbers, batches, kept)
+    for param, z, after in zip(model.parameters(), targets, values, strict=True):
+        assert z is optimizer.state[param]["z"]
+        delta = optimizer.state[param][DISPLACEMENT] * float(numbers.share)
+        shown = param + (1 - float(numbers.scale)) * delta
+        shown_after = shown if kept else param  # Δ is then the next update alone
+        torch.testing.assert_close(after - shown_after, z - shown, rtol=1e-5, atol=1e-6)
+        assert torch.equal(z, after) == bool(kept)

@@ -7,18 +7,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
 from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.base import Proposal
-from mechanic.torch.capture import is_traced
 from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import FIRST_STEPS, StepRates
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor
-from mechanic.torch.scalars import Numbers, scalar_dtype
+from mechanic.torch.scalars import Numbers, can_look, scalar_dtype
 from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
 
@@ -81,11 +79,6 @@ class Parts(NamedTuple):
     """GradScaler's word for NaN and inf, which a fused base honours whatever the options"""
     measures_update: Tensor | float
     """Above 0 if a process wants the norm of the update itself to be measured"""
-
-
-def can_look(home: torch.device) -> bool:
-    """Whether the tuner's numbers can be read without waiting for a device."""
-    return home.type == "cpu" and not is_traced() and not is_in_torch_dispatch_mode()
 
 
 def _looked_at(ready: Ready, take: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -43,6 +43,21 @@ def show_own_point(
         return [[point.clone() for point in own] for own in points]
 
 
+def follow_reference(
+    optimizer: Optimizer, numbers: Numbers, batches: list[Batch], kept: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What is written where the displacements are forgotten, for `commit`: x_ref has become x, and
+    the base's second point moves as far. Asked for before the displacements are written."""
+    by = (numbers.scale - 1) * numbers.share * (1 - kept)
+    rows = [
+        (optimizer.state[owner]["z"], stored)
+        for batch in batches
+        for owner, stored in zip(batch.owners, batch.stored, strict=True)
+        if "z" in optimizer.state.get(owner, {})
+    ]
+    return [z for z, _ in rows], [z + stored.to(z) * by.to(z) for z, stored in rows]
+
+
 def hand_over(optimizer: Optimizer, mechanism: Mechanism) -> None:
     """Bring the base's own point to the scale of the parameters, to go on without a tuner."""
     numbers = mechanism.scalars.read()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mechanic import tuner
-from mechanic.torch import base, closures, sharding, vectors
+from mechanic.torch import base, closures, modes, sharding, vectors
 from mechanic.torch.base import Proposal
 from mechanic.torch.call import Call
 from mechanic.torch.capture import is_capturing, is_fake, is_traced
@@ -25,7 +25,6 @@ from mechanic.torch.flag import NO, YES, Flag
 from mechanic.torch.measure import (
     Parts,
     Ready,
-    can_look,
     counted_update,
     expected_size,
     has_infinite,
@@ -34,7 +33,7 @@ from mechanic.torch.measure import (
 )
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates, step_name
-from mechanic.torch.scalars import Numbers, advance, are_floats, pack, scalar_dtype
+from mechanic.torch.scalars import Numbers, advance, are_floats, can_look, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 from mechanic.tuner import Array
@@ -240,14 +239,16 @@ def _tune(
             takes_part, had, first_share = takes_part.wait(), had.as_floats(), float(first_share)
             sums = tuner.Sums(*map(float, sums))
         state, scale, share, signal = had.state, had.scale, first_share, had.signal
+        kept: Array = 1.0
         if not takes_part.is_no:
-            state, share = advance(
+            state, share, kept = advance(
                 *(ready.options, state, share, sums, takes_part.value), frozen=mechanism.frozen
             )
             scale = takes_part.choose(tuner.scale_of(state), scale)
             signal = takes_part.choose(sums.dg, signal)
         numbers = Numbers(state, scale, share, signal, sums.x1, sums.d)
-        by = Coefficients(scale * share - had.scale * first_share, scale, 1 / share)
+        pull = (scale * share - had.scale * first_share) * kept
+        by = Coefficients(pull, scale, 1 / share, kept)
     return numbers, by, takes_part
 
 
@@ -321,6 +322,9 @@ def _move(
         counts = mechanism.counts
         packed = [pack(numbers), counts.after(is_done=finite, learns=takes_part)]
         writes: list[Callable[[], Values]] = []
+        if modes.has_modes(type(optimizer)) and not by.keeps_all:
+            own = optimizer, ready.numbers, ready.batches, by.kept
+            writes.append(lambda: modes.follow_reference(*own))
         step_number = counts.read().steps.clone()
         rows = zip(ready.batches, proposal.points, proposal.origin, strict=True)
         for batch, points, origin in rows:
@@ -368,12 +372,11 @@ def _move_recorded(call: Call, ready: Ready, proposal: Proposal, by: Coefficient
 
 def _of_group(by: Coefficients, rate: Rate, home: torch.device) -> Coefficients:
     """The coefficients of a group, in its unit. A tensor lr at 0 moves nothing."""
-    x_per_stored, x_per_proposal, stored_per_proposal = by
     unit = rate.unit
     if rate.live.is_yes and not isinstance(unit, Tensor):
-        return Coefficients(x_per_stored, x_per_proposal * unit, stored_per_proposal * unit)
+        return by.times(unit)
     kind: dict[str, Any] = {"dtype": scalar_dtype(home), "device": home}
-    x_per_stored, *others = (torch.as_tensor(value, **kind) for value in by)
-    unit = as_factor(unit, x_per_stored)
-    values = (x_per_stored, *(value * unit for value in others))
-    return Coefficients(*(rate.live.choose(value, 0.0) for value in values))
+    by = Coefficients(*(torch.as_tensor(value, **kind) for value in by))
+    own = by.times(as_factor(unit, by.x_per_stored))
+    still = Coefficients(0.0, 0.0, 0.0, 1.0)
+    return Coefficients(*map(rate.live.choose, own, still))

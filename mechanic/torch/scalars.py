@@ -79,20 +79,30 @@ def pack(numbers: Numbers) -> Tensor:
     return torch.stack([value.expand(len(numbers.state.beta)) for value in values])
 
 
+def can_look(home: torch.device) -> bool:
+    """Whether the tuner's numbers can be read without waiting for a device, and no one traces what
+    is done to them."""
+    return home.type == "cpu" and not is_traced() and not is_in_torch_dispatch_mode()
+
+
 def are_floats(options: Options, home: torch.device) -> bool:
-    """Whether the rule computes with floats: there is one β, the numbers can be read without
-    waiting for a device, and no one traces what is done to them."""
-    return (
-        home.type == "cpu"
-        and len(options.betas) == 1
-        and not is_traced()
-        and not is_in_torch_dispatch_mode()
-    )
+    """Whether the rule computes with floats: there is one β, and the numbers can be read."""
+    return len(options.betas) == 1 and can_look(home)
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """float64, so that h² neither overflows nor vanishes; float32 where there is no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Advanced(NamedTuple):
+    """What a step of the tuner comes to."""
+
+    state: tuner.State
+    share: Array
+    """The share of the stored displacements that Δ is then"""
+    kept: Array
+    """1, or 0 where the stored displacements are forgotten and the parameters stay"""
 
 
 def advance(
@@ -103,20 +113,24 @@ def advance(
     takes_part: Array | bool,
     *,
     frozen: bool,
-) -> tuple[tuner.State, Array]:
-    """The tuner's next state, and the share of the stored displacements that Δ is then.
+) -> Advanced:
+    """The tuner's step.
 
     Like the rules, this is written for the arrays of any library.
     """
     xp = tuner.namespace(share)
     if frozen:
-        after, next_share = state._replace(D=xp.sqrt(sums.dd)), share
-    else:
-        after, retained = tuner.update(options, state, sums)
-        # Only where there is no displacement yet is 0 retained: then there is nothing to forget.
-        next_share = xp.where(retained > 0, retained * share, share)
+        return Advanced(_chosen(takes_part, state._replace(D=xp.sqrt(sums.dd)), state), share, 1.0)
+    after, retained = tuner.update(options, state, sums)
     if takes_part is not True:
-        pairs = zip(after, state, strict=True)
-        after = tuner.State(*(xp.where(takes_part, new, old) for new, old in pairs))
-        next_share = xp.where(takes_part, next_share, share)
-    return after, next_share
+        retained = xp.where(takes_part, retained, 1.0)
+    next_share = xp.where(retained > 0, retained * share, share)
+    kept = xp.where(retained > 0, 1.0, 0.0)
+    return Advanced(_chosen(takes_part, after, state), next_share, kept)
+
+
+def _chosen(takes_part: Array | bool, after: tuner.State, before: tuner.State) -> tuner.State:
+    if takes_part is True:
+        return after
+    xp, pairs = tuner.namespace(after.U), zip(after, before, strict=True)
+    return tuner.State(*(xp.where(takes_part, new, old) for new, old in pairs))

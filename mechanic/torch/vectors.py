@@ -72,16 +72,35 @@ class Batch(NamedTuple):
 
 class Coefficients(NamedTuple):
     """How a step moves the parameters of a batch, where p is what the base proposes:
-    x ← x + x_per_stored·stored + x_per_proposal·p and stored ← stored + stored_per_proposal·p."""
+    x ← x + x_per_stored·stored + x_per_proposal·p and stored ← kept·stored + stored_per_proposal·p.
+    """
 
     x_per_stored: Array
     x_per_proposal: Array
     stored_per_proposal: Array
+    kept: Array = 1.0
+
+    def times(self, unit: Array) -> "Coefficients":
+        """The same for proposals in another unit."""
+        proposals = self.x_per_proposal * unit, self.stored_per_proposal * unit
+        return Coefficients(self.x_per_stored, *proposals, self.kept)
 
     def like(self, batch: Batch) -> "Coefficients":
         """The same on the device of a batch, and in the dtype that it is computed in."""
         device, dtype = batch.device, batch.dtype
-        return Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self))
+        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self))
+        return own._replace(kept=1.0) if self.keeps_all else own
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the host knows that no displacement is forgotten."""
+        return type(self.kept) is float and self.kept == 1.0
+
+    def of_stored(self, stored: list[Tensor]) -> list[Tensor]:
+        """What is kept of displacements."""
+        if self.keeps_all:
+            return stored
+        return [displacement * self.kept for displacement in stored]
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -342,11 +361,13 @@ def _moved(
     if {tensor.dtype for tensor in targets} == {dtype}:
         nexts = torch._foreach_addcmul(piece.params, piece.stored, [by.x_per_stored] * count)
         torch._foreach_addcmul_(nexts, proposals, [by.x_per_proposal] * count)
-        stored = torch._foreach_addcmul(piece.stored, proposals, [by.stored_per_proposal] * count)
+        kept = by.of_stored(piece.stored)
+        stored = torch._foreach_addcmul(kept, proposals, [by.stored_per_proposal] * count)
         return targets, [*stored, *nexts]
     (x,), (narrow,), (proposal,) = piece.params, piece.stored, proposals
     wide = narrow.to(dtype)
     point = torch.addcmul(x, wide, by.x_per_stored).addcmul_(proposal, by.x_per_proposal)
+    (wide,) = by.of_stored([wide])
     wide = torch.addcmul(wide, proposal, by.stored_per_proposal)
     rounded = dither(wide, narrow.dtype, step, piece.first, later=True)
     return targets, [rounded, dither(point, x.dtype, step, piece.first)]
@@ -358,7 +379,8 @@ def move_recorded(batch: Batch, points: list[Tensor], by: Coefficients) -> list[
     stored = []
     for param, point, delta in zip(batch.params, points, batch.displacements, strict=True):
         proposal = point - param
-        stored.append(delta + by.stored_per_proposal * proposal)
+        (kept,) = by.of_stored([delta])
+        stored.append(kept + by.stored_per_proposal * proposal)
         param.copy_(param + by.x_per_stored * delta + by.x_per_proposal * proposal)
     return stored
 
@@ -376,6 +398,8 @@ def copy(to: list[Tensor], values: list[Tensor]) -> None:
     Compiled, a write to a list of tensors on a GPU becomes something else in torch 2.11, and a
     write to a single float64 tensor on a CPU is lost in torch 2.13.
     """
+    if not to:
+        return
     if torch.compiler.is_compiling() and to[0].is_cuda:
         for one, value in zip(to, values, strict=True):
             one.copy_(value)

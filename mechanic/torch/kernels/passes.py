@@ -33,9 +33,9 @@ SETTINGS = _Column(11)
 
 # The columns of what a step does to a group, which `tune` writes for the passes after it: how the
 # parameters and the stored displacements are moved, and the settings that the base is run at.
-X_PER_STORED, X_PER_PROPOSAL, STORED_PER_PROPOSAL, FACTOR = map(_Column, range(4))
-USED_A, REST_A, USED_B, REST_B, USED_EPS, USED_DECAY, USED_BASE_LR = map(_Column, range(4, 11))
-COEFFICIENTS = _Column(11)
+X_PER_STORED, X_PER_PROPOSAL, STORED_PER_PROPOSAL, KEPT, FACTOR = map(_Column, range(5))
+USED_A, REST_A, USED_B, REST_B, USED_EPS, USED_DECAY, USED_BASE_LR = map(_Column, range(5, 12))
+COEFFICIENTS = _Column(12)
 
 # The counts, in the order of `mechanic.torch.counts.Counted`.
 STEPS, UPDATES, SKIPPED, SKIPPED_IN_A_ROW = map(_Column, range(4))
@@ -274,7 +274,7 @@ def _write_point(
     )
     point = _narrowed(point, place, step_number, x.dtype.element_ty, False)
     _store(x, index, point, count, MASKED)
-    displacement += gain * proposal
+    displacement = tl.load(coefficients + KEPT) * displacement + gain * proposal
     displacement = _narrowed(displacement, place, step_number, delta.dtype.element_ty, True)
     _store(delta, index, displacement, count, MASKED)
 

@@ -118,8 +118,8 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
 
     It is given the address of the tuner's numbers, the share of the stored displacements that Δ is,
     the sums that the step has measured, and whether the tuner takes part in the step. It writes the
-    next numbers, and returns the scale, the share, and what a stored displacement is multiplied
-    with to be added to the parameters.
+    next numbers, and returns the scale, the share, what a stored displacement is multiplied with to
+    be added to the parameters, and whether it is kept.
     """
     kernel = _Kernel(len(options.betas))
     given = {name: _Written(kernel, name) for name in ("share", *STEP_SUMS, "takes_part")}
@@ -128,10 +128,12 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
     measured = {name: given[name] for name in STEP_SUMS}
     sums = tuner.Sums(**measured, x1=had["reference_square"], d=had["size"])
     share, takes_part = given["share"], given["takes_part"]
-    state, next_share = advance(options, state, share, sums, takes_part, frozen=frozen)
+    state, next_share, kept = advance(options, state, share, sums, takes_part, frozen=frozen)
     scale = kernel.where(takes_part, tuner.scale_of(state), had["scale"])
     signal = kernel.where(takes_part, sums.dg, had["signal"])
-    x_per_stored: Any = scale * next_share - had["scale"] * share  # type: ignore[operator]
+    pull: Any = scale * next_share - had["scale"] * share  # type: ignore[operator]
+    kept = kernel.where(takes_part, kept, 1.0)
+    results = scale, next_share, pull * kept, kept
     # Every warp has to have read the numbers before one of them writes.
     kernel.lines.append("    tl.debug_barrier()")
     for name, value in {
@@ -141,7 +143,7 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
         "signal": signal,
     }.items():
         kernel.store(name, value)
-    return _compile(f"<the rule of {options}, {frozen=}>", kernel, scale, next_share, x_per_stored)
+    return _compile(f"<the rule of {options}, {frozen=}>", kernel, *results)
 
 
 def _compile(file: str, kernel: _Kernel, *results: _Written) -> Any:

@@ -16,6 +16,7 @@ from mechanic.torch.kernels.passes import (
     FACTOR,
     GG,
     GROUP,
+    KEPT,
     LOG_A,
     LOG_B,
     LR,
@@ -199,7 +200,7 @@ def tune(
     dd = _total(partials, DD, total) * of_delta * of_delta
     gg = _total(partials, GG, total) * factor * factor
     lane = tl.arange(0, LANES)
-    S, share, x_per_stored = RULE(packed, share, dg, dx, gg, xx, dd, uu, takes_part, lane)
+    S, share, x_per_stored, kept = RULE(packed, share, dg, dx, gg, xx, dd, uu, takes_part, lane)
 
     done = finite.to(tl.int64)
     _count(counts, verdict, done, takes_part)
@@ -209,6 +210,7 @@ def tune(
     unit = tl.where(is_live, unit, 0.0)
     x_per_stored = tl.where(is_live, x_per_stored, 0.0).to(tl.float32)
     tl.store(coefficients + X_PER_STORED, x_per_stored, mask=inside)
+    tl.store(coefficients + KEPT, tl.where(is_live, kept, 1.0).to(tl.float32), mask=inside)
     tl.store(coefficients + X_PER_PROPOSAL, (S * unit).to(tl.float32), mask=inside)
     tl.store(coefficients + STORED_PER_PROPOSAL, (unit / share).to(tl.float32), mask=inside)
     tl.store(rates + group, (S * lr).to(tl.float32), mask=inside)
