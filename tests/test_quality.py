@@ -34,7 +34,7 @@ WORST = {
     "perceptron-digits8x8-sgd": -0.3,
     "perceptron-digits8x8-adamw": 0.1,
     "perceptron-digits8x8-lion": -0.1,
-    "gpt-python-manual-adamw": 10.5,  # 5.8 to 10.3, as START is a few percent more or less
+    "gpt-python-manual-adamw": 10.9,  # 10.6; before the scale stayed in noise, 5.8 to 10.3
 }
 
 
