@@ -80,7 +80,7 @@ class Sums(NamedTuple):
 
 class State(NamedTuple):
     """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t. The default
-    rule has numbers of its own, in words, and uses `s` alone of the first four."""
+    rule has numbers of its own, in words, and leaves m, v and r alone."""
 
     beta: Array
     m: Array
@@ -102,7 +102,7 @@ class State(NamedTuple):
     largest_change: Array
     """The largest |S·h| of all"""
     stake: Array
-    """The same, but that one step raises it `OUTLIER`-fold at most"""
+    """The same, but that one step against Δ raises it `OUTLIER`-fold at most"""
     top: Array
     """The largest scale of the ramp, or the scale when Δ was last forgotten"""
 
@@ -120,7 +120,7 @@ def init(options: Options, beta: Array) -> State:
     elif options.preset == "optax" and options.s_init != "relative":
         s = zero + options.s_init
     none = _total(zero)
-    own = dict.fromkeys(State._fields[5:], none)
+    own = dict.fromkeys(State._fields[len(PER_BETA) :], none)
     return State(beta, m, v=zero, r=zero, s=s, **own)
 
 

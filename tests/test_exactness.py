@@ -216,6 +216,14 @@ def test_a_decay_in_the_default_rule(problem, base):
     assert not np.allclose(expected[1], expect(problem, base, "default")[1], rtol=0.01)
 
 
+def scaled(clean, factor):
+    """A problem whose loss is multiplied with factor(t) in step t."""
+    numpy = SimpleNamespace(
+        x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
+    )
+    return clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
+
+
 @pytest.mark.parametrize(
     ("problem", "base"), [("quadratic", "adamw"), ("quadratic", "lion"), ("wine", "adamw")]
 )
@@ -223,13 +231,7 @@ def test_a_blow_up(problem, base):
     """One gradient is a thousand times as large and points away."""
     clean, base = PROBLEMS[problem], BASES[base]
 
-    def factor(t):
-        return -1e3 if t == LONG // 3 else 1.0
-
-    numpy = SimpleNamespace(
-        x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
-    )
-    blown = clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
+    blown = scaled(clean, lambda t: -1e3 if t == LONG // 3 else 1.0)
     trajectory = train(blown, base, torch.float64, steps=STEPS + 50)
     expected = expect(blown, base, "default", steps=STEPS + 50)
     assert_same(trajectory, expected, TOLERANCE["default"], growth=50)
@@ -246,13 +248,7 @@ def test_a_displacement_that_was_wrong_is_forgotten(problem, base, monkeypatch):
     """Gradients that point away for a third of the run take S down tenfold, once or more often."""
     clean, base = PROBLEMS[problem], BASES[base]
 
-    def factor(t):
-        return -1.0 if 12 <= t < STEPS // 3 else 1.0
-
-    numpy = SimpleNamespace(
-        x0=clean.numpy.x0, gradient=lambda x, t: factor(t) * clean.numpy.gradient(x, t)
-    )
-    turned = clean._replace(numpy=numpy, loss=lambda ps, t: factor(t) * clean.loss(ps, t))
+    turned = scaled(clean, lambda t: -1.0 if 12 <= t < STEPS // 3 else 1.0)
     kept = []
 
     def multiplied(*args, **options):

@@ -262,7 +262,7 @@ def calls_of_a_step(run: Run) -> int:
 @each_base
 def test_memory_that_runs_out_at_any_call_of_a_step(name, dtype, error, monkeypatch):
     """Everything is before the step or after it, and the next step works."""
-    monkeypatch.setattr(vectors, "_PIECE", 1 << 8)  # several writes
+    monkeypatch.setattr(vectors, "PIECE", 1 << 8)  # several writes
     run = Run(name, dtype)
     run.give_gradients()
     after = run.fork()
@@ -287,7 +287,7 @@ def test_memory_that_runs_out_at_any_call_of_a_step(name, dtype, error, monkeypa
 @each_base
 def test_memory_that_is_gone_for_good(name, monkeypatch):
     """Each weight is before the step or after it."""
-    monkeypatch.setattr(vectors, "_PIECE", 1 << 8)
+    monkeypatch.setattr(vectors, "PIECE", 1 << 8)
     run = Run(name)
     run.give_gradients()
     after = run.fork()

@@ -23,7 +23,7 @@ from mechanic.torch import mechanize, tuner, vectors
 @pytest.fixture(autouse=True)
 def several_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are moved in several pieces, as those of a large model are."""
-    monkeypatch.setattr(vectors, "_PIECE", 1 << 14)
+    monkeypatch.setattr(vectors, "PIECE", 1 << 14)
 
 
 class Unknown(Optimizer):

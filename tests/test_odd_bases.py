@@ -198,7 +198,7 @@ def test_a_fault_in_the_first_step_costs_nothing(monkeypatch):
 
 
 def test_a_second_interrupt_in_the_middle_of_the_move(monkeypatch):
-    monkeypatch.setattr(vectors, "_PIECE", 1 << 15)
+    monkeypatch.setattr(vectors, "PIECE", 1 << 15)
     params, optimizer = make(AdamW, size=40_000)
     train(optimizer, params, 15)
     other, twin = make(AdamW, size=40_000)

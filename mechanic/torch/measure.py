@@ -26,7 +26,6 @@ _LEAST, _MOST = 1e-30, 1e30
 
 _ABSURD = 1e3  # a weight so many times above the typical one says nothing about the others
 _SAMPLE = 1 << 12  # the elements by which a tensor's typical size is told
-_PIECE = 1 << 18  # the elements that are copied at a time
 
 _has_infinite: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether an optimizer has a weight that is NaN or inf, as far as the host has looked."""
@@ -222,7 +221,7 @@ def robust_square(tensors: list[Tensor], home: torch.device) -> Tensor:
     terms = []
     for tensor in held:
         most = bound.to(tensor.device)
-        for _, (piece,) in vectors.split(_PIECE, tensor):
+        for _, (piece,) in vectors.split(vectors.PIECE, tensor):
             wide = piece.to(most.dtype)
             terms.append(torch.where(wide.abs() <= most, wide, 0.0).square().sum())
     return vectors.total(terms, home)

@@ -29,7 +29,8 @@ _WIDE = (torch.float32, torch.float64)  # what is computed in
 
 # So many elements are moved at a time: few enough to need little memory, and enough for the calls
 # not to cost more than the work.
-_PIECE = 1 << 18
+PIECE = 1 << 18
+"""The elements that are copied at a time, on a CPU."""
 _PIECE_ON_GPU = 1 << 21
 _NARROW_PIECE = 1 << 15  # rounding takes some 15 numbers for each element
 _NARROW_PIECE_ON_GPU = 1 << 19
@@ -88,8 +89,10 @@ class Coefficients(NamedTuple):
     def like(self, batch: Batch) -> "Coefficients":
         """The same on the device of a batch, and in the dtype that it is computed in."""
         device, dtype = batch.device, batch.dtype
-        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self))
-        return own._replace(kept=1.0) if self.keeps_all else own
+        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self[:3]))
+        if self.keeps_all:
+            return own
+        return own._replace(kept=torch.as_tensor(self.kept, dtype=dtype, device=device))
 
     @property
     def keeps_all(self) -> bool:
@@ -167,7 +170,7 @@ def _inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.mul(a.to(dtype), b.to(dtype)).sum(dtype=scalar_dtype(a.device))
     if b.dtype == a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
         return torch.dot(a.view(-1), b.view(-1))
-    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in split(_PIECE, a, b)]
+    parts = [torch.mul(x.to(dtype), y.to(dtype)).sum() for _, (x, y) in split(PIECE, a, b)]
     return torch.stack(parts).sum()
 
 
@@ -264,7 +267,7 @@ def pieces(batch: Batch, points: list[Tensor], origin: list[Tensor]) -> Iterator
     """A batch in pieces that are moved one after the other."""
     limit = _NARROW_PIECE_ON_GPU if batch.is_narrow else _PIECE_ON_GPU
     if batch.device.type == "cpu":
-        limit = _NARROW_PIECE if batch.is_narrow else _PIECE
+        limit = _NARROW_PIECE if batch.is_narrow else PIECE
     rows = zip(batch.params, batch.displacements, points, origin, strict=True)
     together: list[tuple[Tensor, ...]] = []
     size = 0
