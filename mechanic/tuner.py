@@ -26,15 +26,11 @@ Where nothing is retained, x_ref becomes x_t, so that the parameters stay where 
 """
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from mechanic import floats
+from mechanic.arrays import Array, count, divide, finite, maximum, mean, namespace, total
 from mechanic.options import Options, Preset
-
-Array: TypeAlias = Any
-"""A NumPy, torch or JAX array, or a float; there is no common type to name."""
 
 # The constants of the default rule, the same for every task. docs/tried.md has what they were
 # chosen on and what they were confirmed on.
@@ -78,9 +74,8 @@ class Sums(NamedTuple):
     """‖u_t‖², in the steps in which it is taken"""
 
 
-class State(NamedTuple):
-    """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t. The default
-    rule has numbers of its own, in words, and leaves m, v and r alone."""
+class PaperState(NamedTuple):
+    """The state of the n tuners of Algorithm 1; `s` holds the scales that made x_t."""
 
     beta: Array
     m: Array
@@ -91,6 +86,15 @@ class State(NamedTuple):
     """The largest ‖u‖ so far (relative start)"""
     D: Array
     """‖Δ‖ without the last update"""
+
+
+class DefaultState(NamedTuple):
+    """The state of the default rule, whose own numbers are in words."""
+
+    beta: Array
+    s: Array
+    U: Array
+    D: Array
     ramp_size: Array
     """The number of parameters that the ramp was made for"""
     largest_cosine: Array
@@ -107,21 +111,28 @@ class State(NamedTuple):
     """The largest scale of the ramp, or the scale when Δ was last forgotten"""
 
 
+State: TypeAlias = PaperState | DefaultState
+
 PER_BETA = ("beta", "m", "v", "r", "s")
-"""The fields of `State` that hold one number for each β; the others hold one number."""
+"""The fields of a state that hold one number for each β; the others hold one number."""
 
 
 def init(options: Options, beta: Array) -> State:
     """Algorithm 1, lines 2 to 4. `beta` is `options.betas` as an array of any library."""
     zero = 0.0 * beta
-    m, s = zero, zero
+    none = total(zero)
+    kind = state_type(options)
+    numbers = {name: zero if name in PER_BETA else none for name in kind._fields} | {"beta": beta}
     if options.preset == "mechanic-pytorch":
-        m = zero + 1e-6
+        numbers["m"] = zero + 1e-6
     elif options.preset == "optax" and options.s_init != "relative":
-        s = zero + options.s_init
-    none = _total(zero)
-    own = dict.fromkeys(State._fields[len(PER_BETA) :], none)
-    return State(beta, m, v=zero, r=zero, s=s, **own)
+        numbers["s"] = zero + options.s_init
+    return kind(**numbers)
+
+
+def state_type(options: Options) -> type[State]:
+    """The type of the state of the rule that `options.preset` names."""
+    return RULES[options.preset].state
 
 
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
@@ -140,32 +151,32 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     return state._replace(s=s, D=D), retained
 
 
-def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[DefaultState, Array]:
     """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says.
 
     The *ramp* is the time until the first step against Δ. After it every step against Δ makes the
     tuner hesitate more, so that in noise the scale settles.
     """
-    xp, S = namespace(sums.dg), _total(state.s)
+    xp, S = namespace(sums.dg), total(state.s)
     sigma, U = start(options, state, sums)
     is_new = sums.d > ADDED * state.ramp_size
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where a ramp begins
 
     h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
-    cosine = _finite(_divide(-h, xp.sqrt(sums.dd * sums.gg)))
-    largest_cosine = _max(_mean(state.beta) * state.largest_cosine, abs(cosine))
-    fall = _finite(-S * h)
-    largest_change = _max(abs(fall), state.largest_change)
+    cosine = finite(divide(-h, xp.sqrt(sums.dd * sums.gg)))
+    largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
+    fall = finite(-S * h)
+    largest_change = maximum(abs(fall), state.largest_change)
     stake = _raised(state.stake, fall)
     much = _much(fall, state.recent_fall)
     # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
     rest = 1 - cosine * cosine * (1 - much)
-    c = _divide(rest * cosine, largest_cosine)
+    c = divide(rest * cosine, largest_cosine)
 
     # After a fall larger than any change before, what was counted until then counts as much less:
     # less was at stake.
     is_record = fall > state.largest_change
-    discount = xp.where(is_record, _divide(state.largest_change, largest_change), 1.0)
+    discount = xp.where(is_record, divide(state.largest_change, largest_change), 1.0)
     hesitation = state.hesitation * discount
     step = _speed(hesitation, cosine) * abs(c)
     # Without noise, where cosines come close to 1, one of some size against Δ says that the run
@@ -175,19 +186,19 @@ def _default(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     brake = _brake(fall, largest_change, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
-    shrunk = 1 / _max(_divide(U, state.U), 1.0)
+    shrunk = 1 / maximum(divide(U, state.U), 1.0)
     tuned = xp.where(known > 0, by / brake * S * shrunk, sigma)
-    s = _capped(options, tuned / _count(state.beta) + 0 * state.beta)
-    tuned = _total(s)
+    s = _capped(options, tuned / count(state.beta) + 0 * state.beta)
+    tuned = total(s)
 
-    top = _max(state.top * shrunk, xp.where(state.hesitation > 0, 0.0, tuned))
+    top = maximum(state.top * shrunk, xp.where(state.hesitation > 0, 0.0, tuned))
     is_lost = xp.where(state.hesitation > 0, top * LOST, 0.0) > tuned
     past = xp.where(is_lost, 0.0, 1 + rest * (_past(by) - 1))
-    retained = xp.where(S > 0, _divide(xp.where(known > 0, past, 1.0) * S, tuned), 1.0)
+    retained = xp.where(S > 0, divide(xp.where(known > 0, past, 1.0) * S, tuned), 1.0)
     learned = {
         "largest_cosine": largest_cosine,
-        "hesitation": (hesitation + _max(-c, 0.0)) / xp.where(is_lost, THAW, 1.0),
-        "recent_fall": _max(SHORT * state.recent_fall, _max(fall, -fall / OUTLIER)),
+        "hesitation": (hesitation + maximum(-c, 0.0)) / xp.where(is_lost, THAW, 1.0),
+        "recent_fall": maximum(SHORT * state.recent_fall, maximum(fall, -fall / OUTLIER)),
         "largest_change": largest_change,
         "stake": stake,
         "top": xp.where(is_lost, tuned, top),
@@ -201,13 +212,13 @@ def _raised(stake: Array, fall: Array) -> Array:
     """The largest change of all. One blow-up must not make all that follows look like nothing."""
     xp = namespace(stake)
     most = xp.where(stake > 0, OUTLIER * stake, math.inf)
-    return _max(_max(fall, xp.clip(-fall, None, most)), stake)
+    return maximum(maximum(fall, xp.clip(-fall, None, most)), stake)
 
 
 def _much(fall: Array, recent_fall: Array) -> Array:
     """How much is at stake, from 0 to 1, beside what was of late."""
     xp = namespace(fall)
-    part = _divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
+    part = divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
     return xp.where(recent_fall > 0, part, 1.0)
 
 
@@ -215,13 +226,13 @@ def _speed(hesitation: Array, cosine: Array) -> Array:
     """How fast the scale follows: in the ramp, the faster the better the direction is known; later,
     the slower the more went against Δ."""
     xp = namespace(cosine)
-    return xp.where(hesitation > 0, 2 / (2 + hesitation), (1 + _max(cosine, 0.0)) / 2)
+    return xp.where(hesitation > 0, 2 / (2 + hesitation), (1 + maximum(cosine, 0.0)) / 2)
 
 
 def _worth(fall: Array, stake: Array) -> Array:
     """Near 0 where hardly anything is at stake."""
     xp = namespace(fall)
-    part = _divide(xp.clip(abs(fall), None, stake), stake)
+    part = divide(xp.clip(abs(fall), None, stake), stake)
     return xp.clip(part / LEAST, 0.0, 1.0)
 
 
@@ -239,8 +250,8 @@ def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
     fell of late. What stands out again and again is noise, and no divergence."""
     xp = namespace(fall)
     rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
-    excess = _max(_divide(rise, recent_fall) / OUTLIER, 1.0) - 1
-    record = _divide(fall, largest_change) ** 2
+    excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
+    record = divide(fall, largest_change) ** 2
     return 1 + excess * record**2
 
 
@@ -251,56 +262,57 @@ def _past(by: Array) -> Array:
     return xp.sqrt(xp.where(by > 1, xp.sqrt(by), by))
 
 
-def _paper(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+def _paper(options: Options, state: PaperState, sums: Sums) -> tuple[PaperState, Array]:
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    h = _signal(options, _total(s), sums)  # line 10
-    m = _max(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
+    h = _signal(options, total(s), sums)  # line 10
+    m = maximum(beta * m, abs(h))  # line 11, with |h|: see docs/algorithm.md
     v = beta**2 * v + h * h  # line 12
-    r = _max(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
-    W = sigma * m / _count(beta) + r  # line 15
-    s = _divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
+    r = maximum(beta * r - s * h, 0.0)  # lines 13 and 14, with s_t: see docs/algorithm.md
+    W = sigma * m / count(beta) + r  # line 15
+    s = divide(W, xp.sqrt(v))  # line 16, without ε: see docs/algorithm.md
     return state._replace(m=m, v=v, r=r, s=s, U=U), U * 0 + 1
 
 
-def _mechanic_pytorch(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+def _mechanic_pytorch(options: Options, state: PaperState, sums: Sums) -> tuple[PaperState, Array]:
     """mechanic-pytorch 0.0.1; `sums.dx` and `sums.xx` are taken after the base's step."""
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    S = _total(s)
+    S = total(s)
     retained = S / (S + EPS)  # it recovers Δ as (x − x_ref)/(S + ε)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
     h = retained * (sums.dg + decay)
-    m = _max(beta * m, abs(h))
+    m = maximum(beta * m, abs(h))
     v = beta**2 * v + h * h
-    r = _max(beta * r - s * h, 0.0)
-    s = (sigma * m / _count(beta) + r) / (xp.sqrt(v) + EPS)
+    r = maximum(beta * r - s * h, 0.0)
+    s = (sigma * m / count(beta) + r) / (xp.sqrt(v) + EPS)
     return state._replace(m=m, v=v, r=r, s=s, U=U), retained
 
 
-def _optax(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
+def _optax(options: Options, state: PaperState, sums: Sums) -> tuple[PaperState, Array]:
     """optax.contrib.mechanize 0.2.8."""
     xp, (beta, m, v, r, s) = namespace(sums.dg), state[:5]
     sigma, U = start(options, state, sums)
-    S = _total(s)
+    S = total(s)
     retained = S / (S + EPS)
     decay = options.s_decay * S * xp.sqrt(sums.gg) * sums.dx / (xp.sqrt(sums.xx) + EPS)
     h = retained * (sums.dg + decay)
     r = beta * r - s * xp.clip(h + 0 * m, -m, m)  # the stored reward may be negative
-    m = _max(beta * m, abs(h) + EPS)
+    m = maximum(beta * m, abs(h) + EPS)
     v = beta**2 * v + h * h
-    W = sigma * m / _count(beta) + _max(r, 0.0)
+    W = sigma * m / count(beta) + maximum(r, 0.0)
     return state._replace(m=m, v=v, r=r, s=W / (xp.sqrt(v) + EPS), U=U), retained
 
 
 def _capped(options: Options, s: Array) -> Array:
-    return s if options.max_scale == math.inf else s / _max(_total(s) / options.max_scale, 1.0)
+    return s if options.max_scale == math.inf else s / maximum(total(s) / options.max_scale, 1.0)
 
 
 class Rule(NamedTuple):
-    """A rule, and where it reads its sums."""
+    """A rule, its state, and where it reads its sums."""
 
-    update: Callable[[Options, State, Sums], tuple[State, Array]]
+    update: Callable[[Options, Any, Sums], tuple[State, Array]]
+    state: type[State] = PaperState
     decays_after_base: bool = False
     """The decay's `dx` and `xx` are taken at x_t + u_t"""
     takes_cosine: bool = False
@@ -308,7 +320,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[Preset, Rule] = {
-    "default": Rule(_default, takes_cosine=True),
+    "default": Rule(_default, DefaultState, takes_cosine=True),
     "paper": Rule(_paper),
     "mechanic-pytorch": Rule(_mechanic_pytorch, decays_after_base=True),
     "optax": Rule(_optax),
@@ -334,9 +346,9 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
         return options.s_init, state.U
     xp = namespace(sums.dd)
     grown = xp.sqrt(sums.dd) - state.D
-    U = _max(_max(_finite(grown), _finite(xp.sqrt(sums.uu))), state.U)
-    size = xp.sqrt(_max(_finite(sums.x1), FLOOR**2 * sums.d))  # one weight may be infinite
-    return _divide(START * size, U), U
+    U = maximum(maximum(finite(grown), finite(xp.sqrt(sums.uu))), state.U)
+    size = xp.sqrt(maximum(finite(sums.x1), FLOOR**2 * sums.d))  # one weight may be infinite
+    return divide(START * size, U), U
 
 
 def _signal(options: Options, weight: Array, sums: Sums) -> Array:
@@ -345,7 +357,7 @@ def _signal(options: Options, weight: Array, sums: Sums) -> Array:
         return sums.dg
     xp = namespace(sums.dg)
     decay = options.s_decay * weight * xp.sqrt(sums.gg)
-    return sums.dg + decay * _divide(sums.dx, xp.sqrt(sums.xx))
+    return sums.dg + decay * divide(sums.dx, xp.sqrt(sums.xx))
 
 
 class ProvableState(NamedTuple):
@@ -378,54 +390,23 @@ def provable_update(
     0.4
     """
     xp = namespace(h)
-    m = _max(beta * state.m, abs(h))  # line 6
+    m = maximum(beta * state.m, abs(h))  # line 6
     h = xp.clip(h, -state.m, state.m)  # line 7
     q = beta * state.q + h  # line 8
     r = beta * state.r - state.s * h  # line 9
     W = wealth + r  # line 10
     v = beta**2 * state.v + h * h  # line 11
     root = xp.sqrt(4 * m**2 + v)
-    bet = _divide(-q, root)
-    s = _divide(W, root) * xp.clip(bet, 0.0, 1.0)  # line 12
+    bet = divide(-q, root)
+    s = divide(W, root) * xp.clip(bet, 0.0, 1.0)  # line 12
     return ProvableState(v=v, r=r, q=q, m=m, s=s)
 
 
 def scale_of(state: State) -> Array:
     """The scale S of the next parameters."""
-    return _total(state.s)
+    return total(state.s)
 
 
-def _total(numbers: Array) -> Array:
-    """The sum over the tuners, of which floats are one."""
-    return numbers if type(numbers) is float else numbers.sum()
-
-
-def _count(beta: Array) -> int:
-    return 1 if type(beta) is float else len(beta)
-
-
-def _mean(beta: Array) -> Array:
-    return _total(beta) / _count(beta)
-
-
-def namespace(array: Array) -> Any:
-    """The library that an array comes from. torch's tensors and Python's floats do not say."""
-    if type(array) is float:
-        return floats
-    own = getattr(array, "__array_namespace__", None)
-    return own() if own is not None else sys.modules["torch"]
-
-
-def _max(a: Array, b: Array) -> Array:
-    return namespace(a).clip(a, b, None)
-
-
-def _finite(a: Array) -> Array:
-    """a, and 0 where it is inf or NaN."""
-    return namespace(a).where(abs(a) < math.inf, a, 0.0)
-
-
-def _divide(a: Array, b: Array) -> Array:
-    """a / b, and 0 where b is 0: with no ε beside it, no scale of the loss is special."""
-    xp = namespace(b)
-    return a / xp.where(b > 0, b, math.inf)
+def had_signal(state: State) -> Array:
+    """Whether h was other than 0 in a step."""
+    return total(state.v) > 0 if isinstance(state, PaperState) else state.largest_change > 0

@@ -13,7 +13,7 @@ SITE = Path(__file__).with_name("site")
 PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
 
 # A regression on data it makes itself; `train` prints every bit of where it ends.
-TRAINING = """
+TRAINING = '''
 import torch
 from torch import nn
 
@@ -39,9 +39,20 @@ def train(model, *optimizers, steps=30, after=lambda: None):
     return loss
 
 
+def leave_group():
+    """End a rank. At a usual end a thread of gloo may wait for an interpreter that is gone, and
+    with it the process, for ever (pytorch issue 190489)."""
+    import os, sys
+    import torch.distributed
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def bits(model):
     return " ".join(value.hex() for p in model.parameters() for value in p.flatten().tolist())
-"""
+'''
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def compiled():
 
     def play(cosines):
         init = tuner.init(OPTIONS, jnp.array(OPTIONS.betas))
-        state = tuner.State(*(jnp.stack([value] * cosines.shape[1]) for value in init))
+        state = type(init)(*(jnp.stack([value] * cosines.shape[1]) for value in init))
         return jax.lax.scan(step, state, (cosines, jnp.arange(len(cosines)) < 10))[1]
 
     return jax.jit(play)

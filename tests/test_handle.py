@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic.torch import Tuner, mechanize, tuner
-from mechanic.tuner import State
+from mechanic.tuner import DefaultState
 
 OWN_KEYS = {"mechanic", "effective_lr"}
 
@@ -194,7 +194,7 @@ def test_frozen_the_update_is_the_scale_times_that_of_the_base(base: Base) -> No
     handle.freeze()
     assert handle.frozen
     scale = handle.scale.clone()
-    known = State(*(t.clone() for t in opt._mechanic.scalars.read().state))
+    known = DefaultState(*(t.clone() for t in opt._mechanic.scalars.read().state))
     twin = make_problem(base, dtype=torch.float64)
     for step in range(24, 46):
         before = values(problem.params)

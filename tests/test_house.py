@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
 }
 RECORDS = {
     "Run",  # a line of a CSV file, whose fields are its columns
-    "State",  # the numbers of all rules, each of which uses some
 }
 
 MODULES = {

@@ -17,7 +17,7 @@ from triton import language as tl
 from mechanic import tuner as rules
 from mechanic.options import Options
 from mechanic.torch.kernels.rule import STEP_SUMS, write_rule
-from mechanic.torch.scalars import ROWS, advance
+from mechanic.torch.scalars import advance, rows_of
 
 pytestmark = on_kernels
 
@@ -57,20 +57,21 @@ RULE_OPTIONS = [
 GIVEN = ("share", *STEP_SUMS, "takes_part")
 
 
-def draw_cases(betas: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
+def draw_cases(options: Options, count: int) -> tuple[Tensor, Tensor]:
     """Numbers of any size, among them zeros, and an infinite ‖u‖²: the tuner's, and what a step
     measures."""
+    betas, rows = options.betas, rows_of(options)
     draw = torch.Generator().manual_seed(len(betas))
 
     def numbers(*shape: int) -> Tensor:
         size = 10 ** torch.empty(shape, dtype=torch.float64).uniform_(-3, 3, generator=draw)
         return size * (torch.rand(shape, generator=draw) > 0.2)
 
-    packed = numbers(count, len(ROWS), len(betas))
-    alone = [place for place, name in enumerate(ROWS) if name not in rules.PER_BETA]
+    packed = numbers(count, len(rows), len(betas))
+    alone = [place for place, name in enumerate(rows) if name not in rules.PER_BETA]
     packed[:, alone] = packed[:, alone, :1]  # one number stands in all columns
-    packed[:, ROWS.index("beta")] = torch.tensor(betas, dtype=torch.float64)
-    known_at_once = torch.tensor([name in ("beta", "reference_square", "size") for name in ROWS])
+    packed[:, rows.index("beta")] = torch.tensor(betas, dtype=torch.float64)
+    known_at_once = torch.tensor([name in ("beta", "reference_square", "size") for name in rows])
     packed[::4] *= known_at_once[:, None]  # before the first update there is no state
     measured = numbers(count, len(GIVEN))
     for name in ("dg", "dx"):
@@ -85,21 +86,22 @@ def draw_cases(betas: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("options", RULE_OPTIONS, ids=str)
 def test_the_rule_is_the_tuners(options, frozen):
     options = Options(**options)
-    n, count = len(options.betas), 200 if ON_GPU else 6
-    packed, measured = draw_cases(options.betas, count)
+    n, count, rows = len(options.betas), 200 if ON_GPU else 6, rows_of(options)
+    packed, measured = draw_cases(options, count)
     written = packed.to(DEVICE, copy=True)
     made = torch.zeros(count, 4, dtype=torch.float64, device=DEVICE)
     rule = write_rule(options, frozen=frozen)
-    sizes = len(ROWS) * n, len(GIVEN), next_power_of_2(n)
+    sizes = len(rows) * n, len(GIVEN), next_power_of_2(n)
     apply_rule[(count,)](written, measured.to(DEVICE), made, rule, *sizes)
     cases = zip(packed, measured, written.cpu(), made.cpu(), strict=True)
     for had, given, now, (scale, share, x_per_stored, kept) in cases:
         before = {
             name: row if name in rules.PER_BETA else row[0]
-            for name, row in zip(ROWS, had, strict=True)
+            for name, row in zip(rows, had, strict=True)
         }
         step = dict(zip(GIVEN, given, strict=True))
-        state = rules.State(*(before[name] for name in rules.State._fields))
+        kind = rules.state_type(options)
+        state = kind(*(before[name] for name in kind._fields))
         sums = rules.Sums(
             **{name: step[name] for name in STEP_SUMS},
             x1=before["reference_square"],
@@ -112,7 +114,7 @@ def test_the_rule_is_the_tuners(options, frozen):
         expected = before | after._asdict() | {"share": next_share}
         if part:
             expected |= {"scale": after.s.sum(), "signal": sums.dg}
-        for name, row in zip(ROWS, now, strict=True):
+        for name, row in zip(rows, now, strict=True):
             assert_near(expected[name].expand(n), row, 1e-9, name)
         assert_near(expected["scale"], scale, 1e-9, "scale")
         assert_near(next_share, share, 1e-9, "share")
@@ -123,7 +125,7 @@ def test_the_rule_is_the_tuners(options, frozen):
 
 def test_a_number_of_state_that_a_rule_adds_is_loaded_and_stored():
     source = inspect.getsource(write_rule(Options(), frozen=False).fn)
-    for place, name in enumerate(ROWS):
+    for place, name in enumerate(rows_of(Options())):
         assert f"tl.load(packed + {place}" in source, name
         is_written = name not in ("reference_square", "size")  # they are written by the host alone
         assert (f"tl.store(packed + {place} " in source) is is_written, name

@@ -114,7 +114,7 @@ def test_another_tuner_is_refused(row):
     opt.load_state_dict(_used(_params(*shapes), row).state_dict())
 
 
-@pytest.mark.parametrize("key", ["share", "m", "size", "steps", "frozen", "preset"])
+@pytest.mark.parametrize("key", ["share", "top", "size", "steps", "frozen", "preset"])
 def test_a_tuner_that_is_incomplete_is_refused(key):
     """As another version of this library may have written it."""
     saved = _used(_params((2, 2), (3,))).state_dict()

@@ -132,7 +132,7 @@ def test_workers_forked_and_spawned(tmp_path: Path) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             train(model, optimizer, steps=20)
             sys.stdout.write(type(optimizer).__module__ + "\\n")
-            dist.destroy_process_group()
+            leave_group()
 
         if __name__ == "__main__":
             model = make_model()
@@ -166,8 +166,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 train(model, optimizer, steps=20)
 # one write: what two ranks print comes in pieces
 sys.stdout.write(f"{dist.get_rank()} {type(optimizer).__module__} {sys.argv[1:]}\\n")
-sys.stdout.flush()
-dist.destroy_process_group()
+leave_group()
 """
 
 

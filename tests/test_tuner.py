@@ -175,7 +175,7 @@ def test_several_at_once(preset):
         for step in zip(*runs, strict=True)
     ]
     init, batch = tuner.init(options, torch.tensor(options.betas, dtype=torch.float64)), len(seeds)
-    state = tuner.State(*(torch.stack([value] * batch) for value in init))
+    state = type(init)(*(torch.stack([value] * batch) for value in init))
     for step in stacked:
         sums = tuner.Sums(*map(torch.tensor, step))
         state, _ = torch.vmap(lambda a, b: tuner.update(options, a, b))(state, sums)
@@ -183,7 +183,7 @@ def test_several_at_once(preset):
     with jax.enable_x64(True):
         update = jax.jit(jax.vmap(lambda a, b: tuner.update(options, a, b)))
         init = tuner.init(options, jax.numpy.asarray(options.betas))
-        state = tuner.State(*(jax.numpy.stack([value] * batch) for value in init))
+        state = type(init)(*(jax.numpy.stack([value] * batch) for value in init))
         for step in stacked:
             state, _ = update(state, step)
         np.testing.assert_allclose(state.s.sum(1), expected, rtol=1e-12)

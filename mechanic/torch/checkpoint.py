@@ -30,6 +30,7 @@ TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
 _NO_NUMBERS = ("preset", "lrs", "frozen")
+_IDENTITY = {"preset": "preset", "betas": "beta"}  # options, and where a saved tuner has them
 _LARGEST = sys.float_info.max
 # What the tuner's numbers are at least, where that is not 0: the reward of optax may be below it,
 # and the share is divided by.
@@ -172,7 +173,8 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     def read(name: str) -> Tensor:
         return torch.tensor(saved[name], dtype=scalars.dtype, device=scalars.device)
 
-    state = tuner.State(*map(read, tuner.State._fields))
+    kind = tuner.state_type(mechanism.options)
+    state = kind(*map(read, kind._fields))
     scalars.copy_(pack(Numbers(state, *map(read, BESIDE_STATE))))
     counts.copy_(torch.tensor([saved[name] for name in Counted._fields], device=counts.device))
     mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
@@ -194,10 +196,10 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Refuse a tuner that is not of the same kind."""
     if not saved:
         return
-    _check_names(saved)
     options = mechanism.options
+    _check_is_dict(saved)
     own = {"preset": options.preset, "betas": list(options.betas)}
-    theirs = {"preset": saved["preset"], "betas": saved["beta"]}
+    theirs = own | {key: saved[name] for key, name in _IDENTITY.items() if name in saved}
     differing = [name for name in own if own[name] != theirs[name]]
     if differing:
         what = " and ".join(f"{name}={theirs[name]!r} (here {own[name]!r})" for name in differing)
@@ -206,6 +208,7 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
             f"the checkpoint is of another tuner: it was made with {what}. Nothing was loaded. "
             f"Call mechanize(optimizer, {fix}) to go on from it."
         )
+    _check_names(saved, tuner.state_type(options)._fields)
     for name, value in saved.items():
         if kind := _what_is_wrong(name, value, options):
             raise ValueError(
@@ -214,13 +217,16 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
             )
 
 
-def _check_names(saved: dict[str, Any]) -> None:
+def _check_is_dict(saved: Any) -> None:
     if not isinstance(saved, dict):
         raise ValueError(
             f"the checkpoint's tuner is damaged: it must be a dict, and is {saved!r}. "
             "Nothing was loaded."
         )
-    expected = {*_NO_NUMBERS, *tuner.State._fields, *BESIDE_STATE, *Counted._fields}
+
+
+def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
+    expected = {*_NO_NUMBERS, *fields, *BESIDE_STATE, *Counted._fields}
     if missing := sorted(expected - saved.keys()):
         raise ValueError(
             f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "

@@ -17,7 +17,7 @@ from mechanic.torch.modes import hand_over, has_modes
 from mechanic.torch.rates import effective_lrs, typed_lr
 from mechanic.torch.scalars import Numbers
 from mechanic.torch.sharding import agree
-from mechanic.tuner import State, Sums, start
+from mechanic.tuner import DefaultState, Sums, had_signal, start
 
 # Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "step_sizes")
@@ -193,7 +193,7 @@ def _causes(mechanism: Mechanism) -> Iterator[str]:
             yield causes.NO_GRADIENT
         elif steps:
             yield causes.ZERO_LR
-    elif updates > 1 and not _had_signal(state):
+    elif updates > 1 and not had_signal(state):
         yield causes.ZERO_GRADIENT
     elif skips.are_few_left and not is_skipped:
         yield causes.too_few(steps)
@@ -203,13 +203,8 @@ def _causes(mechanism: Mechanism) -> Iterator[str]:
         yield causes.of_cap(options.max_scale, ", and is there now")
     elif said := _of_growth(options, numbers):
         yield said
-    elif options.preset == "default" and not state.hesitation:
+    elif isinstance(state, DefaultState) and not state.hesitation:
         yield causes.STILL_GROWING
-
-
-def _had_signal(state: State) -> bool:
-    """Whether ⟨Δ, g⟩ was other than 0 in a step."""
-    return bool(state.v.any() or state.r.any() or state.hesitation or state.recent_fall)
 
 
 def _of_growth(options: Options, numbers: Numbers) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mechanic import tuner
+from mechanic.arrays import Array
 from mechanic.torch import base, closures, modes, sharding, vectors
 from mechanic.torch.base import Proposal
 from mechanic.torch.call import Call
@@ -36,7 +37,6 @@ from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates
 from mechanic.torch.scalars import Numbers, advance, are_floats, can_look, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
-from mechanic.tuner import Array
 
 # A hundredth of float32's largest number: what it bounds grows by a few times in one step.
 _FARTHEST = 1e36

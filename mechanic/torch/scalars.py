@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
+from mechanic.arrays import Array, namespace
 from mechanic.options import Options
 from mechanic.torch.capture import is_traced
-from mechanic.tuner import Array
 
 
 class Numbers(NamedTuple):
@@ -29,12 +29,16 @@ class Numbers(NamedTuple):
 
     def as_floats(self) -> "Numbers":
         """The same numbers, read; there is one β."""
-        return Numbers(tuner.State(*map(float, self.state)), *map(float, self[1:]))
+        state = type(self.state)(*map(float, self.state))
+        return Numbers(state, *map(float, self[1:]))
 
 
 BESIDE_STATE = Numbers._fields[1:]
-ROWS = (*tuner.State._fields, *BESIDE_STATE)
-"""The names of the numbers, in the order of their rows in `Scalars.packed`."""
+
+
+def rows_of(options: Options) -> tuple[str, ...]:
+    """The names of the numbers, in the order of their rows in `Scalars.packed`."""
+    return (*BESIDE_STATE, *tuner.state_type(options)._fields)
 
 
 class Scalars:
@@ -50,21 +54,22 @@ class Scalars:
         zero = torch.zeros((), dtype=dtype, device=home)
         others = dict.fromkeys(BESIDE_STATE, zero) | {"scale": state.s.sum(), "share": zero + 1}
         self.packed = pack(Numbers(state, **others))
+        self._state_type = type(state)
 
     def read(self) -> Numbers:
         """The numbers, as views of what is stored."""
         rows, firsts = self.packed.unbind(), self.packed[:, 0].unbind()
-        count = len(tuner.State._fields)
+        count, names = len(BESIDE_STATE), self._state_type._fields
         state = [
             row if name in tuner.PER_BETA else first
-            for name, row, first in zip(tuner.State._fields, rows, firsts, strict=False)
+            for name, row, first in zip(names, rows[count:], firsts[count:], strict=True)
         ]
-        return Numbers(tuner.State(*state), *firsts[count:])
+        return Numbers(self._state_type(*state), *firsts[:count])
 
     @property
     def scale(self) -> Tensor:
         """The scale S, as a view."""
-        return self.packed[ROWS.index("scale"), 0]
+        return self.packed[BESIDE_STATE.index("scale"), 0]
 
     def to(self, home: torch.device) -> None:
         """Move to another device."""
@@ -73,7 +78,7 @@ class Scalars:
 
 def pack(numbers: Numbers) -> Tensor:
     """The numbers as the rows of one tensor."""
-    values = [*numbers.state, *numbers[1:]]
+    values = [*numbers[1:], *numbers.state]
     if type(numbers.scale) is float:
         return torch.tensor(values, dtype=torch.float64, device="cpu").unsqueeze(1)
     return torch.stack([value.expand(len(numbers.state.beta)) for value in values])
@@ -118,7 +123,7 @@ def advance(
 
     Like the rules, this is written for the arrays of any library.
     """
-    xp = tuner.namespace(share)
+    xp = namespace(share)
     if frozen:
         return Advanced(_chosen(takes_part, state._replace(D=xp.sqrt(sums.dd)), state), share, 1.0)
     after, retained = tuner.update(options, state, sums)
@@ -132,5 +137,5 @@ def advance(
 def _chosen(takes_part: Array | bool, after: tuner.State, before: tuner.State) -> tuner.State:
     if takes_part is True:
         return after
-    xp, pairs = tuner.namespace(after.U), zip(after, before, strict=True)
-    return tuner.State(*(xp.where(takes_part, new, old) for new, old in pairs))
+    xp, pairs = namespace(after.U), zip(after, before, strict=True)
+    return type(after)(*(xp.where(takes_part, new, old) for new, old in pairs))

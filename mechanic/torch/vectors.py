@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic.arrays import Array
 from mechanic.options import Options
 from mechanic.torch.scalars import scalar_dtype
 from mechanic.torch.sharding import local
-from mechanic.tuner import Array
 
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).

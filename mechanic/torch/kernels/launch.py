@@ -15,7 +15,7 @@ from mechanic.torch.kernels.layout import Section
 from mechanic.torch.kernels.plan import Plan
 from mechanic.torch.kernels.rule import write_rule
 from mechanic.torch.mechanism import Mechanism
-from mechanic.torch.scalars import ROWS
+from mechanic.torch.scalars import BESIDE_STATE
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -162,7 +162,7 @@ def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> N
             *(layout.table, inputs.grads, len(layout.entries), plan.biases),
         ),
         (
-            *(write_rule(options, frozen=mechanism.frozen), ROWS.index("share") * columns),
+            *(write_rule(options, frozen=mechanism.frozen), BESIDE_STATE.index("share") * columns),
             *(triton.next_power_of_2(columns), triton.next_power_of_2(count)),
             *(options.skip_nonfinite, tuner.reads_x(options), with_u, bool(plan.counters.steps)),
         ),

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from mechanic import tuner
 from mechanic.options import Options
-from mechanic.torch.scalars import ROWS, advance
+from mechanic.torch.scalars import advance, rows_of
 
 STEP_SUMS = ("dg", "dx", "gg", "xx", "dd", "uu")
 """The sums that a step measures, in the order in which the kernel `tune` hands them over. The
@@ -69,8 +69,8 @@ for _name, _symbol in {"gt": ">", "lt": "<"}.items():
 class _Kernel:
     """The body of the function that is being written, and the array library that writes it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, rows: tuple[str, ...], count: int) -> None:
+        self.rows, self.count = rows, count
         self.lines: list[str] = []
 
     def write(self, expression: str) -> _Written:
@@ -80,14 +80,14 @@ class _Kernel:
 
     def load(self, name: str) -> _Written:
         """One of the tuner's numbers, from its row."""
-        row = f"packed + {ROWS.index(name) * self.count}"
+        row = f"packed + {self.rows.index(name) * self.count}"
         if name in tuner.PER_BETA:
             return self.write(f"tl.load({row} + lane, mask=lane < {self.count}, other=0.0)")
         return self.write(f"tl.load({row})")
 
     def store(self, name: str, value: Any) -> None:
         """Write one of the tuner's numbers to its row; one that stands alone, to all columns."""
-        row = f"packed + {ROWS.index(name) * self.count}"
+        row = f"packed + {self.rows.index(name) * self.count}"
         stored = f"tl.store({row} + lane, {self.text(value)}, mask=lane < {self.count})"
         self.lines.append(f"    {stored}")
 
@@ -121,10 +121,11 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
     next numbers, and returns the scale, the share, what a stored displacement is multiplied with to
     be added to the parameters, and whether it is kept.
     """
-    kernel = _Kernel(len(options.betas))
+    kernel = _Kernel(rows_of(options), len(options.betas))
     given = {name: _Written(kernel, name) for name in ("share", *STEP_SUMS, "takes_part")}
-    had = {name: kernel.load(name) for name in ROWS}
-    state = tuner.State(*(had[name] for name in tuner.State._fields))
+    had = {name: kernel.load(name) for name in kernel.rows}
+    kind = tuner.state_type(options)
+    state = kind(*(had[name] for name in kind._fields))
     measured = {name: given[name] for name in STEP_SUMS}
     sums = tuner.Sums(**measured, x1=had["reference_square"], d=had["size"])
     share, takes_part = given["share"], given["takes_part"]
