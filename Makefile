@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo bench test test-all check step-cost soak clean
+.PHONY: demo bench test test-all check step-cost soak audit clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -40,6 +40,11 @@ soak: .venv/dev.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,$*]"
 	touch $@
+
+# Known vulnerabilities of all that is installed. It asks pypi.org.
+audit: .venv/dev.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	$(BIN)/pip-audit --skip-editable
 
 clean:
 	rm -rf .venv

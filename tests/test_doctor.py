@@ -378,7 +378,7 @@ def test_a_held_scale_is_not_judged() -> None:
 
 
 def test_skipped_steps_of_a_run_before_a_checkpoint_are_not_counted() -> None:
-    rows = [HistoryRow(n, 0.0, 0.1 + 0.001 * n, 70, (1.0,), ()) for n in range(1, 41)]
+    rows = [HistoryRow(n, 0.0, 0.1 + 0.001 * n, 0.1, 70, (1.0,), ()) for n in range(1, 41)]
     resumed = History("SGD", 1, "SGD", "tuned", rows=rows, resumed=True)
     assert advice.analyze(resumed).warnings == ()
     assert advice.analyze(resumed).skipped == 0
@@ -389,7 +389,7 @@ def test_skipped_steps_of_a_run_before_a_checkpoint_are_not_counted() -> None:
 def test_a_few_skipped_steps_are_no_fault() -> None:
     """GradScaler tries a larger scale from time to time."""
     ramp = [1e-4 * 2**n for n in range(10)] + 190 * [0.1]
-    rows = [HistoryRow(n, 0.0, s, n // 100, (1.0,), ()) for n, s in enumerate(ramp, 1)]
+    rows = [HistoryRow(n, 0.0, s, 0.1, n // 100, (1.0,), ()) for n, s in enumerate(ramp, 1)]
     found = advice.analyze(History("SGD", 1, "SGD", "tuned", rows=rows[:-1]))
     assert found.warnings == ()
     assert "1 of 199 steps were skipped" in found.hints[0]

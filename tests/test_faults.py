@@ -377,18 +377,20 @@ def run(until, save):
 
 torch.set_num_threads(1)
 clean = run(60, False)
-draw, kills, begins = random.Random(0), 0, set()
+draw, kills, begins, longest = random.Random(0), 0, {0}, 0.02
 while True:
     child = os.fork()
     if not child:
         run(60, True)
         os._exit(0)
-    time.sleep(draw.uniform(0.002, 0.05))
+    time.sleep(draw.uniform(0.1, 1.0) * longest)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     kills += os.WIFSIGNALED(status)
-    if os.path.exists("saved.pt"):
-        begins.add(torch.load("saved.pt", weights_only=True)["at"])
+    found = os.path.exists("saved.pt")
+    at = torch.load("saved.pt", weights_only=True)["at"] if found else 0
+    longest *= 0.8 if at > max(begins) + 10 else 1.2 if at in begins else 1.0  # on any machine
+    begins.add(at)
     if not os.WIFSIGNALED(status) or kills == 200:
         break
 print(kills, len(begins), run(60, True)[1:] == clean[1:])

@@ -457,28 +457,69 @@ def test_detached_a_tensor_lr_stays_a_tensor_on_its_schedule() -> None:
 # -- The lr to type ----------------------------------------------------------------------------
 
 
-def test_the_suggested_lr() -> None:
+def mean_by_lr(opt: Optimizer, problem: Any, steps: int, scheduler: Any = None) -> float:
+    """Train, and return the mean of the scale in which each step counts by its lr."""
+    applied, typed = 0.0, 0.0
+    for step in range(steps):
+        lr = sum(float(group["lr"]) for group in opt.param_groups)
+        train(opt, problem, 1, start=step)
+        applied, typed = applied + float(tuner(opt).scale) * lr, typed + lr
+        if scheduler is not None:
+            scheduler.step()
+    assert_moved(opt)
+    return applied / typed
+
+
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_the_suggested_lr(preset) -> None:
     problem = make_problem()
     groups = [{"params": problem.params[:2]}, {"params": problem.params[2:], "lr": 0.5}]
-    opt = mechanize(torch.optim.AdamW(groups, lr=2.0))
-    train(opt, problem, 40)
-    assert_moved(opt)
-    scale, suggested = float(tuner(opt).scale), tuner(opt).suggest_lr()
-    assert suggested == pytest.approx([2 * scale, 0.5 * scale])
+    opt = mechanize(torch.optim.AdamW(groups, lr=2.0), preset=preset)
+    mean = mean_by_lr(opt, problem, 40)
+    suggested = tuner(opt).suggest_lr()
+    assert suggested == pytest.approx([2 * mean, 0.5 * mean])
     assert all(type(lr) is float for lr in suggested)
-    again = make_problem()
-    start = again.total()
-    train(torch.optim.AdamW(again.params, lr=suggested[0]), again, 40)
-    assert again.total() < 0.5 * start
+    if preset == "default":
+        again = make_problem()
+        start = again.total()
+        train(torch.optim.AdamW(again.params, lr=suggested[0]), again, 40)
+        assert again.total() < 0.5 * start
 
 
 def test_the_suggested_lr_on_a_schedule_is_the_one_to_start_it_with() -> None:
+    """The scale rises as the schedule falls, which says nothing about where to start."""
     problem = make_problem()
     opt = mechanize(torch.optim.AdamW(problem.params, lr=2.0))
-    train(opt, problem, 40, scheduler=lr_scheduler.CosineAnnealingLR(opt, T_max=45))
-    assert_moved(opt)
+    mean = mean_by_lr(opt, problem, 40, lr_scheduler.CosineAnnealingLR(opt, T_max=45))
     assert opt.param_groups[0]["lr"] < 0.2
-    assert tuner(opt).suggest_lr() == pytest.approx([2 * float(tuner(opt).scale)])
+    assert tuner(opt).suggest_lr() == pytest.approx([2 * mean])
+    assert mean < 0.9 * float(tuner(opt).scale)
+
+
+def test_the_suggested_lr_of_one_cycle_is_its_peak() -> None:
+    problem = make_problem()
+    opt = mechanize(torch.optim.AdamW(problem.params, lr=1.0))
+    cycle = lr_scheduler.OneCycleLR(opt, max_lr=3.0, total_steps=41)
+    mean = mean_by_lr(opt, problem, 40, cycle)
+    assert tuner(opt).suggest_lr() == pytest.approx([3 * mean])
+
+
+def test_steps_that_are_skipped_or_frozen_in_the_suggested_lr() -> None:
+    """The first do not count; the others do, and so do those of a checkpoint."""
+    problem = make_problem()
+    opt = mechanize(torch.optim.SGD(problem.params, lr=1.0))
+    mean = mean_by_lr(opt, problem, 20)
+    problem.params[0].grad = torch.full_like(problem.params[0], torch.nan)
+    opt.step()
+    assert tuner(opt).suggest_lr() == pytest.approx([mean])
+    tuner(opt).freeze()
+    opt.param_groups[0]["lr"] = 0.25
+    train(opt, problem, 20, start=20)
+    mean = (20 * mean + 5 * float(tuner(opt).scale)) / 25
+    assert tuner(opt).suggest_lr() == pytest.approx([0.25 * mean])
+    other = mechanize(torch.optim.SGD(problem.params, lr=1.0))
+    other.load_state_dict(opt.state_dict())
+    assert tuner(other).suggest_lr() == tuner(opt).suggest_lr()
 
 
 # -- Refusals ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from triton import language as tl
 
 from mechanic import tuner as rules
 from mechanic.options import Options
-from mechanic.torch.kernels.rule import STEP_SUMS, write_rule
+from mechanic.torch.kernels.rule import GIVEN, STEP_SUMS, write_rule
 from mechanic.torch.scalars import advance, rows_of
 
 pytestmark = on_kernels
@@ -33,7 +33,7 @@ def apply_rule(
     scale, share, x_per_stored, kept = RULE(
         packed, tl.load(given), tl.load(given + 1), tl.load(given + 2), tl.load(given + 3),
         tl.load(given + 4), tl.load(given + 5), tl.load(given + 6), tl.load(given + 7) != 0.0,
-        tl.arange(0, LANES),
+        tl.load(given + 8), tl.arange(0, LANES),
     )  # fmt: skip
     made += tl.program_id(0) * 4
     tl.store(made, scale)
@@ -52,9 +52,6 @@ RULE_OPTIONS = [
         {"s_init": "relative", "betas": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), "max_scale": 3.0},
     )
 ]
-
-
-GIVEN = ("share", *STEP_SUMS, "takes_part")
 
 
 def draw_cases(options: Options, count: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +110,13 @@ def test_the_rule_is_the_tuners(options, frozen):
         )
         expected = before | after._asdict() | {"share": next_share}
         if part:
-            expected |= {"scale": after.s.sum(), "signal": sums.dg}
+            scale_after, lr = after.s.sum(), step["lr"]
+            expected |= {
+                "scale": scale_after,
+                "signal": sums.dg,
+                "typed_total": before["typed_total"] + lr,
+                "applied_total": before["applied_total"] + lr * scale_after,
+            }
         for name, row in zip(rows, now, strict=True):
             assert_near(expected[name].expand(n), row, 1e-9, name)
         assert_near(expected["scale"], scale, 1e-9, "scale")

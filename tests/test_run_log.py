@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -99,10 +98,10 @@ def test_the_summary_says_what_to_type(done: tuple[Path, str]) -> None:
     assert "25 of 100 steps were skipped for NaN or inf" in said
     rows = Logged(folder / "runs" / "x").of("AdamW")
     scales = [row["scale"] for row in rows]
-    by_size = sorted(rows[99:], key=lambda row: row["scale"])
-    counted = list(accumulate(row["lr"][0] for row in by_size))  # a step counts by its lr
-    level = next(r["scale"] for r, n in zip(by_size, counted, strict=True) if n > counted[-1] / 2)
-    assert adam["ramp"] == next(i for i, s in enumerate(scales, 1) if s >= level / 2)
+    applied = sum(row["scale"] * sum(row["lr"]) for row in rows)
+    mean = applied / sum(sum(row["lr"]) for row in rows)  # a step counts by its lr
+    assert [low, high] == pytest.approx([1e-5 * mean, 1e-4 * mean])
+    assert adam["ramp"] == next(i for i, s in enumerate(scales, 1) if s >= mean / 2)
     assert adam["scale"]["final"] == scales[-1]
     assert (adam["scale"]["low"], adam["scale"]["high"]) == (min(scales), max(scales))
 
@@ -238,7 +237,8 @@ def make_history(
     made = History("AdamW", 1, "AdamW", "tuned", max_scale=cap)
     made.groups = [{"lr": lr, "initial_lr": None, "max_lr": None}]
     for step, scale in enumerate(scales, 1):
-        made.rows.append(HistoryRow(step, float(step), scale, skipped, (lr,), (scale,)))
+        mean = sum(scales[:step]) / step
+        made.rows.append(HistoryRow(step, float(step), scale, mean, skipped, (lr,), (scale,)))
     return made
 
 
@@ -280,19 +280,24 @@ def test_a_scale_that_makes_up_for_a_falling_schedule_is_no_reason_to_train_long
     assert advice.analyze(made).warnings == ()
 
 
-def test_the_suggestion_is_the_level_after_the_ramp_at_the_lr_that_is_typed() -> None:
+def test_the_suggestion_is_the_mean_scale_times_the_lr_that_is_typed() -> None:
     found = advice.analyze(make_history([*RAMP, *[0.1, 0.2, 0.3] * 30], lr=0.5))
-    assert found.suggested == pytest.approx((0.1,))
+    assert found.suggested == pytest.approx((0.5 * (sum(RAMP) + 18) / 100,))
     assert found.ramp == 11
     scheduled = make_history([*RAMP, *[0.2] * 90], lr=0.01)
     scheduled.groups = [{"lr": 0.01, "initial_lr": 0.04, "max_lr": 1.0}]  # OneCycleLR's
     found = advice.analyze(scheduled)
-    assert (found.typed_name, found.suggested) == ("max_lr", pytest.approx((0.2,)))
+    assert (found.typed_name, found.suggested) == (
+        "max_lr",
+        pytest.approx(((sum(RAMP) + 18) / 100,)),
+    )
 
 
 def test_a_thinned_history_counts_its_steps() -> None:
     made = make_history([1.0] * 1000)
-    made.rows += [HistoryRow(1000 + 10 * i, 0.0, 5.0, 0, (1.0,), (5.0,)) for i in range(1, 201)]
+    made.rows += [
+        HistoryRow(1000 + 10 * i, 0.0, 5.0, 4.0, 0, (1.0,), (5.0,)) for i in range(1, 201)
+    ]
     found = advice.analyze(made)
     assert found.scale is not None
     assert found.scale.median == 5.0  # 2,000 of 3,000 steps, though 200 of 1,200 rows

@@ -33,8 +33,10 @@ def test_rows_gathered_on_a_device_are_the_rows_of_the_host(
         mechanism = getattr(optimizer, MECHANISM)
         lrs = [group["lr"] for group in optimizer.param_groups]
         device.add(step, step / 2, mechanism, lrs)
-        parts = (0.25, 2.0), tuple(mechanism.scalars.read().state.s.tolist())
-        expected.append(HistoryRow(step, step / 2, float(mechanism.scale), 0, *parts))
+        numbers = mechanism.scalars.read()
+        scales = float(numbers.scale), float(numbers.mean_scale)
+        parts = (0.25, 2.0), tuple(numbers.state.s.tolist())
+        expected.append(HistoryRow(step, step / 2, *scales, 0, *parts))
         mechanism.scalars.packed = mechanism.scalars.packed.clone()
     assert len(kept) == 64  # the rest waits
     device._finish()
@@ -74,7 +76,7 @@ def test_a_spool_has_every_step(device: str, mechanized: bool, tmp_path: Path) -
 
 
 def test_a_row_half_written_waits_for_the_rest() -> None:
-    row = HistoryRow(7, 1.0, 0.5, 0, (0.1,), (0.5,))
+    row = HistoryRow(7, 1.0, 0.5, 0.25, 0, (0.1,), (0.5,))
     data = record.pack(*row)
     for size in range(len(data)):
         assert unpack(data + data[:size]) == ([row], len(data))

@@ -8,7 +8,8 @@ from itertools import pairwise, takewhile
 from mechanic import causes
 from mechanic.causes import Skips
 from mechanic.run.rows import HistoryRow
-from mechanic.run.spool import GroupRates, History
+from mechanic.run.spool import History
+from mechanic.suggestion import suggest, typed_rates
 
 _STILL_GROWING = 1.5  # so many times in each of the last two quarters: once may be chance
 # In healthy runs the scale fell up to 60-fold below what it had been in ten steps, after spikes of
@@ -41,8 +42,8 @@ class Findings:
     scale: Spread | None
     """None where no scale was learned."""
     ramp: int | None
-    """The steps until the scale first reached half of the level that it settled at. None for an
-    optimizer that had learned its scale before."""
+    """The steps until the scale first reached half of its mean. None for an optimizer that had
+    learned its scale before."""
     suggested: tuple[float, ...]
     """The lr to type, for each group; empty where nothing was learned."""
     skipped: int
@@ -54,21 +55,20 @@ class Findings:
 
 def analyze(history: History) -> Findings:
     """Look at the history of one optimizer."""
-    typed, name = _typed(history.groups)
+    typed, name = typed_rates(history.groups)
     rows = [row for row in history.rows if row.scale > 0]
     skips = _skips(history)
     if not rows:
         warnings = tuple(_warnings_without_scale(history, skips))
         return Findings(typed, name, None, None, (), skips.skipped, warnings)
     scales = [row.scale for row in rows]
-    level = weighted_median(_weighted_by_lr(rows, rows[-1].step / 2))
-    ramp = next(row.step for row in rows if row.scale >= level / 2)
-    settled = weighted_median(_weighted_by_lr(rows, ramp))
+    half = rows[-1].mean_scale / 2
+    ramp = next((row.step for row in rows if row.scale >= half), None)
     spread = Spread(scales[-1], weighted_median(_weighted_by_steps(rows)), min(scales), max(scales))
     failure = _failure(history, rows)
     warnings = tuple(_warnings(history, rows, skips, failure))
-    is_learned = not failure and not skips.are_few_left
-    suggested = tuple(settled * lr for lr in typed) if is_learned else ()
+    is_learned = not failure and not skips.are_few_left and rows[-1].mean_scale > 0
+    suggested = suggest(rows[-1].mean_scale, history.groups) if is_learned else ()
     shown_ramp = None if history.resumed else ramp
     return Findings(
         typed,
@@ -94,27 +94,10 @@ def class_names(histories: Sequence[History]) -> str:
     return ", ".join(sorted({history.name for history in histories}))
 
 
-def _typed(groups: Sequence[GroupRates]) -> tuple[tuple[float, ...], str]:
-    if groups and all(rates.get("max_lr") for rates in groups):
-        return tuple(float(rates["max_lr"] or 0) for rates in groups), "max_lr"
-    initial = (rates["initial_lr"] if rates["initial_lr"] else rates["lr"] for rates in groups)
-    return tuple(1.0 if lr is None else lr for lr in initial), "lr"
-
-
 def _weighted_by_steps(rows: Sequence[HistoryRow]) -> list[tuple[float, int]]:
     """Each scale with the number of steps that it stands for in a thinned history."""
     before = [0, *(row.step for row in rows[:-1])]
     return [(row.scale, row.step - step) for row, step in zip(rows, before, strict=True)]
-
-
-def _weighted_by_lr(rows: Sequence[HistoryRow], first: float) -> list[tuple[float, float]]:
-    """The scales from step `first` on. Each counts by the lr of its steps: when a schedule falls,
-    the scale rises to make up for it, which says nothing about the lr to start from."""
-    return [
-        (scale, steps * sum(lr for lr in row.lr if math.isfinite(lr)))
-        for (scale, steps), row in zip(_weighted_by_steps(rows), rows, strict=True)
-        if row.step >= first
-    ]
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:

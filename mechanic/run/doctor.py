@@ -11,6 +11,7 @@ from mechanic.run.log import are_numbers, read
 from mechanic.run.rows import HistoryRow
 from mechanic.run.spool import History
 from mechanic.run.summary import WIDTH, count_steps, paste, warning_lines
+from mechanic.suggestion import RATES
 
 _TUNED = ("tuned", "own")
 
@@ -45,9 +46,8 @@ def load(folder: Path) -> list[History]:
 def _is_sound(event: dict[str, Any]) -> bool:
     """Whether an event has all that a history takes from it."""
     groups = event.get("groups")
-    rates = ("lr", "initial_lr", "max_lr")
     if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and are_numbers([group.get(name, "") for name in rates])
+        isinstance(group, dict) and are_numbers([group.get(name, "") for name in RATES])
         for group in groups
     ):
         return False
@@ -61,13 +61,20 @@ def _is_sound(event: dict[str, Any]) -> bool:
 
 
 def _as_row(line: dict[str, Any]) -> HistoryRow | None:
-    """A step; None where what is judged of it is damaged. Old logs do not count skipped steps."""
-    rates, skipped = line.get("lr"), line.get("skipped", 0)
-    if not rates or not are_numbers(rates) or type(skipped) is not int:
+    """A step; None where what is judged of it is damaged. Old logs do not count skipped steps, and
+    have no mean of the scale."""
+    rates, skipped, mean_scale = line.get("lr"), line.get("skipped", 0), line.get("mean_scale")
+    if not rates or not are_numbers([*rates, mean_scale]) or type(skipped) is not int:
         return None
-    lr = tuple(math.nan if rate is None else float(rate) for rate in rates)
-    scale = math.nan if line["scale"] is None else float(line["scale"])
-    return HistoryRow(line["step"], 0.0, scale, skipped, lr, ())
+    lr = tuple(map(_number, rates))
+    return HistoryRow(
+        line["step"], 0.0, _number(line["scale"]), _number(mean_scale), skipped, lr, ()
+    )
+
+
+def _number(value: float | None) -> float:
+    """A number of JSON, where None stands for NaN."""
+    return math.nan if value is None else float(value)
 
 
 def diagnose(histories: Sequence[History]) -> tuple[str, bool]:

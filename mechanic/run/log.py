@@ -118,6 +118,7 @@ def _row_line(history: History, row: HistoryRow) -> dict[str, Any]:
         "time": row.time,
         "optimizer": history.label,
         "scale": row.scale,
+        "mean_scale": row.mean_scale,
         "effective_lr": row.effective_lr,
         "lr": row.lr,
         "scales": row.scales,

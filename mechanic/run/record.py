@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from mechanic.run.rows import UNRECORDED, Thinning, pack
 from mechanic.run.settings import RunSettings, is_first_rank
+from mechanic.suggestion import RATES
 
 MECHANISM = "_mechanic"  # as in mechanic.torch.attach, which cannot be imported this early
 
@@ -96,11 +97,11 @@ class Recorder:
                 self._device_rows = _DeviceRows(self._write_row)
             self._device_rows.add(self.steps, now, mechanism, lrs)
         elif mechanism is None:
-            self._write_row(self.steps, pack(self.steps, now, math.nan, 0, lrs, ()))
+            self._write_row(self.steps, pack(self.steps, now, math.nan, math.nan, 0, lrs, ()))
         else:
-            scale, skipped = mechanism.scale.item(), mechanism.counts.read().skipped.item()
-            scales = mechanism.scalars.read().state.s.tolist()
-            self._write_row(self.steps, pack(self.steps, now, scale, skipped, lrs, scales))
+            numbers, skipped = mechanism.scalars.read(), mechanism.counts.read().skipped.item()
+            head = self.steps, now, numbers.scale.item(), numbers.mean_scale.item(), skipped
+            self._write_row(self.steps, pack(*head, lrs, numbers.state.s.tolist()))
 
     def _write_row(self, step: int, row: bytes) -> None:
         if self._writer is None:
@@ -224,10 +225,9 @@ class _DeviceRows:
         parts = [lr for lr in lrs if isinstance(lr, Tensor)]
         betas = 0
         if mechanism is not None:
-            scales = mechanism.scalars.read().state.s
-            skipped = mechanism.counts.read().skipped
-            parts = [mechanism.scale, skipped, scales, *parts]
-            betas = len(scales)
+            numbers, skipped = mechanism.scalars.read(), mechanism.counts.read().skipped
+            parts = [numbers.scale, numbers.mean_scale, skipped, numbers.state.s, *parts]
+            betas = len(numbers.state.s)
         first = parts[0]
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # the CUDA graph would capture the copy too
@@ -258,12 +258,12 @@ class _PendingRow(NamedTuple):
 
     def to_bytes(self, values: list[float]) -> bytes:
         numbers = iter(values)
-        scale, skipped = math.nan, 0.0
+        scale, mean_scale, skipped = math.nan, math.nan, 0.0
         if self.betas:
-            scale, skipped = next(numbers), next(numbers)
+            scale, mean_scale, skipped = next(numbers), next(numbers), next(numbers)
         scales = list(islice(numbers, self.betas))
         lrs = [next(numbers) if isinstance(lr, Tensor) else lr for lr in self.lrs]
-        return pack(self.step, self.time, scale, skipped, lrs, scales)
+        return pack(self.step, self.time, scale, mean_scale, skipped, lrs, scales)
 
 
 class _CopyToHost:
@@ -294,7 +294,7 @@ class _CopyToHost:
 
 def _rates(group: dict[str, Any]) -> dict[str, float | None]:
     """The learning rates of a group: its own, and those that schedulers store in it."""
-    return {name: _as_number(group.get(name)) for name in ("lr", "initial_lr", "max_lr")}
+    return {name: _as_number(group.get(name)) for name in RATES}
 
 
 def _as_number(rate: Any) -> float | None:

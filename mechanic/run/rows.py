@@ -13,7 +13,7 @@ from typing import NamedTuple
 UNRECORDED = ".unrecorded"
 """The ending of a file that tells that an optimizer is no longer recorded."""
 
-_HEAD = 7  # length, step, time, scale, skipped, number of groups, number of betas
+_HEAD = 8  # length, step, time, scale, mean scale, skipped, number of groups, number of betas
 _WIDTH = 8  # bytes of a float64
 _DENSE = 1000  # every step up to this one is kept
 
@@ -27,6 +27,8 @@ class HistoryRow(NamedTuple):
     """Seconds since the epoch."""
     scale: float
     """The learned scale; NaN where none is learned."""
+    mean_scale: float
+    """The mean of the scale so far, in which each step counts by its lr; NaN as above."""
     skipped: int
     """The number of steps skipped so far."""
     lr: tuple[float, ...]
@@ -49,21 +51,21 @@ def pack(
     step: int,
     time: float,
     scale: float,
+    mean_scale: float,
     skipped: float,
     lr: Sequence[float],
     scales: Sequence[float],
 ) -> bytes:
     """The bytes of a row.
 
-    >>> row = HistoryRow(3, 0.5, 2.0, 1, (0.1,), (1.5, 0.5))
+    >>> row = HistoryRow(3, 0.5, 2.0, 1.5, 1, (0.1,), (1.5, 0.5))
     >>> unpack(pack(*row)) == ([row], len(pack(*row)))
     True
     """
     groups, betas = len(lr), len(scales)
     length = _HEAD + groups + betas + 1
-    return _struct(length).pack(
-        length, step, time, scale, skipped, groups, betas, *lr, *scales, step
-    )
+    head = length, step, time, scale, mean_scale, skipped, groups, betas
+    return _struct(length).pack(*head, *lr, *scales, step)
 
 
 def unpack(data: bytes) -> tuple[list[HistoryRow], int]:
@@ -75,12 +77,12 @@ def unpack(data: bytes) -> tuple[list[HistoryRow], int]:
         if length <= _HEAD or offset + int(length) * _WIDTH > len(data):
             break
         values = _struct(int(length)).unpack_from(data, offset)
-        _, step, time, scale, skipped, groups, betas = values[:_HEAD]
+        _, step, time, scale, mean_scale, skipped, groups, betas = values[:_HEAD]
         if values[-1] != step or length != _HEAD + groups + betas + 1:
             break
         lr_end = _HEAD + int(groups)
         lr, scales = values[_HEAD:lr_end], values[lr_end:-1]
-        rows.append(HistoryRow(int(step), time, scale, int(skipped), lr, scales))
+        rows.append(HistoryRow(int(step), time, scale, mean_scale, int(skipped), lr, scales))
         offset += int(length) * _WIDTH
     return rows, offset
 

@@ -106,7 +106,7 @@ def _optimizer_lines(history: History, found: Findings, process: str) -> list[st
     if _is_scheduled(history):
         rows.append(("lr in force", _in_force(history)))
     if found.ramp is not None:
-        rows.append(("ramp", f"{count_steps(found.ramp)} to half the scale it settled at"))
+        rows.append(("ramp", f"{count_steps(found.ramp)} to half the mean scale"))
     elif history.resumed:
         rows.append(("ramp", "none: it had learned before, from a checkpoint"))
     if found.scale is not None:

@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mechanic import causes
 from mechanic.options import Options
+from mechanic.suggestion import suggest
 from mechanic.torch.attach import MECHANISM, is_mechanized, take_off
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
-from mechanic.torch.rates import effective_lrs, typed_lr
+from mechanic.torch.rates import effective_lrs
 from mechanic.torch.scalars import Numbers
 from mechanic.torch.sharding import agree
 from mechanic.tuner import DefaultState, Sums, had_signal, start
@@ -127,13 +128,13 @@ class Tuner:
         return agree(mechanism.scalars.packed.reshape(-1), process_group)
 
     def suggest_lr(self) -> list[float]:
-        """The learning rate to type for the plain optimizer, one for each group.
+        """The learning rate to type for the plain optimizer, one for each group: with the same
+        schedule, it would have added up to the same over the run.
 
-        Where a schedule runs, it is the rate to start the schedule with.
+        Where a schedule runs, it is the rate to start the schedule with; with OneCycleLR, `max_lr`.
         """
-        scale = float(self.scale)
-        groups = self._optimizer.param_groups
-        return [scale * float(group.get("initial_lr", typed_lr(group))) for group in groups]
+        mean_scale = float(self._mechanism.scalars.read().mean_scale)
+        return list(suggest(mean_scale, self._optimizer.param_groups))
 
     def diagnose(self) -> str:
         """What looks wrong so far, each cause in a line with its fix, or a line that says that

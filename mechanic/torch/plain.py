@@ -33,7 +33,14 @@ from mechanic.torch.measure import (
     measure_proposal,
 )
 from mechanic.torch.mechanism import DISPLACEMENT
-from mechanic.torch.rates import Rate, as_factor, is_proportional, publish_rates, step_name
+from mechanic.torch.rates import (
+    Rate,
+    as_factor,
+    is_proportional,
+    publish_rates,
+    step_name,
+    typed_lr,
+)
 from mechanic.torch.scalars import Numbers, advance, are_floats, can_look, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
@@ -240,16 +247,25 @@ def _tune(
             sums = tuner.Sums(*map(float, sums))
         state, scale, share, signal = had.state, had.scale, first_share, had.signal
         kept: Array = 1.0
+        lr: Array = 0.0
         if not takes_part.is_no:
             state, share, kept = advance(
                 *(ready.options, state, share, sums, takes_part.value), frozen=mechanism.frozen
             )
             scale = takes_part.choose(tuner.scale_of(state), scale)
             signal = takes_part.choose(sums.dg, signal)
-        numbers = Numbers(state, scale, share, signal, sums.x1, sums.d)
+            lr = takes_part.choose(_sum_of_rates(call.optimizer.param_groups, scale), 0.0)
+        totals = had.typed_total + lr, had.applied_total + scale * lr
+        numbers = Numbers(state, scale, share, signal, sums.x1, sums.d, *totals)
         pull = (scale * share - had.scale * first_share) * kept
         by = Coefficients(pull, scale, 1 / share, kept)
     return numbers, by, takes_part
+
+
+def _sum_of_rates(groups: list[dict[str, Any]], like: Array) -> Array:
+    if type(like) is float:
+        return sum(float(typed_lr(group)) for group in groups)
+    return sum((as_factor(typed_lr(group), like) for group in groups), torch.zeros_like(like))
 
 
 def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tuner.Sums:

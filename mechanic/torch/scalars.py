@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
-from mechanic.arrays import Array, namespace
+from mechanic.arrays import Array, divide, namespace
 from mechanic.options import Options
 from mechanic.torch.capture import is_traced
 
@@ -26,11 +26,20 @@ class Numbers(NamedTuple):
     """‖x‖² of the parameters when they were first seen"""
     size: Array
     """The number of elements behind `reference_square`"""
+    typed_total: Array
+    """The sum over all steps and groups of the learning rate that was typed and scheduled"""
+    applied_total: Array
+    """The same, with each step's learning rates times its scale"""
 
     def as_floats(self) -> "Numbers":
         """The same numbers, read; there is one β."""
         state = type(self.state)(*map(float, self.state))
         return Numbers(state, *map(float, self[1:]))
+
+    @property
+    def mean_scale(self) -> Array:
+        """The mean of the scale so far, in which each step counts by its learning rate."""
+        return divide(self.applied_total, self.typed_total)
 
 
 BESIDE_STATE = Numbers._fields[1:]

@@ -23,6 +23,9 @@ STEP_SUMS = ("dg", "dx", "gg", "xx", "dd", "uu")
 """The sums that a step measures, in the order in which the kernel `tune` hands them over. The
 others are among the tuner's numbers."""
 
+GIVEN = ("share", *STEP_SUMS, "takes_part", "lr")
+"""What the rule is given beside the tuner's numbers."""
+
 
 class _Written:
     """A number, or one number for each β, of the kernel that is being written."""
@@ -116,13 +119,14 @@ class _Kernel:
 def write_rule(options: Options, *, frozen: bool) -> Any:
     """A Triton function that makes the tuner's step.
 
-    It is given the address of the tuner's numbers, the share of the stored displacements that Δ is,
-    the sums that the step has measured, and whether the tuner takes part in the step. It writes the
-    next numbers, and returns the scale, the share, what a stored displacement is multiplied with to
-    be added to the parameters, and whether it is kept.
+    It is given the address of the tuner's numbers and what `GIVEN` names: the share of the stored
+    displacements that Δ is, the sums that the step has measured, whether the tuner takes part in
+    the step, and the sum of the groups' learning rates. It writes the next numbers, and returns the
+    scale, the share, what a stored displacement is multiplied with to be added to the parameters,
+    and whether it is kept.
     """
     kernel = _Kernel(rows_of(options), len(options.betas))
-    given = {name: _Written(kernel, name) for name in ("share", *STEP_SUMS, "takes_part")}
+    given = {name: _Written(kernel, name) for name in GIVEN}
     had = {name: kernel.load(name) for name in kernel.rows}
     kind = tuner.state_type(options)
     state = kind(*(had[name] for name in kind._fields))
@@ -134,6 +138,7 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
     signal = kernel.where(takes_part, sums.dg, had["signal"])
     pull: Any = scale * next_share - had["scale"] * share  # type: ignore[operator]
     kept = kernel.where(takes_part, kept, 1.0)
+    lr = kernel.where(takes_part, given["lr"], 0.0)
     results = scale, next_share, pull * kept, kept
     # Every warp has to have read the numbers before one of them writes.
     kernel.lines.append("    tl.debug_barrier()")
@@ -142,13 +147,15 @@ def write_rule(options: Options, *, frozen: bool) -> Any:
         "scale": scale,
         "share": next_share,
         "signal": signal,
+        "typed_total": had["typed_total"] + lr,  # type: ignore[operator]
+        "applied_total": had["applied_total"] + scale * lr,  # type: ignore[operator]
     }.items():
         kernel.store(name, value)
     return _compile(f"<the rule of {options}, {frozen=}>", kernel, *results)
 
 
 def _compile(file: str, kernel: _Kernel, *results: _Written) -> Any:
-    head = f"@triton.jit\ndef rule(packed, share, {', '.join(STEP_SUMS)}, takes_part, lane):"
+    head = f"@triton.jit\ndef rule(packed, {', '.join(GIVEN)}, lane):"
     tail = f"    return {', '.join(value.name for value in results)}"
     source = "\n".join([head, *kernel.lines, tail, ""])
     # Triton reads the source of a function, so it has to be found under the name of a file.

@@ -200,7 +200,9 @@ def tune(
     dd = _total(partials, DD, total) * of_delta * of_delta
     gg = _total(partials, GG, total) * factor * factor
     lane = tl.arange(0, LANES)
-    S, share, x_per_stored, kept = RULE(packed, share, dg, dx, gg, xx, dd, uu, takes_part, lane)
+    S, share, x_per_stored, kept = RULE(
+        packed, share, dg, dx, gg, xx, dd, uu, takes_part, tl.sum(lr, 0), lane
+    )
 
     done = finite.to(tl.int64)
     _count(counts, verdict, done, takes_part)
