@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mechanic.bench.record import Curve, Run
+from mechanic.bench.score import Comparison, Result, ScoreRow, compare
 
 NASTY = (
     "<script>alert(1)</script>",
@@ -133,3 +134,42 @@ def everything() -> list[Run]:
     runs += suite("convex", ("a9a",), bases=("sgd",), seeds=1, budget="full")
     peers = {"task": "a9a", "suite": "convex", "budget": "full", "kind": "peer", "base": ""}
     return runs + [run(0.3, method=name, **peers) for name in (NASTY[0], NASTY[3])]
+
+
+# Runs of one row, from their losses alone.
+
+
+def swept(losses: dict[float, list[float | None]], **changes: object) -> list[Run]:
+    """A sweep: by lr the loss of each seed, None where it diverged."""
+    return [
+        run(loss, lr=lr, seed=seed, **changes)
+        for lr, group in losses.items()
+        for seed, loss in enumerate(group)
+    ]
+
+
+def free(name: str, losses: list[float | None], **changes: object) -> list[Run]:
+    fields = {"method": name, "kind": "peer", "base": "", "lr": 1.0} | changes
+    return [run(loss, seed=seed, **fields) for seed, loss in enumerate(losses)]
+
+
+def ours(losses: list[float | None], **changes: object) -> list[Run]:
+    return free("mechanic", losses, **({"kind": "mechanic", "base": "sgd"} | changes))
+
+
+def only(runs: list[Run]) -> Comparison:
+    (comparison,) = compare(runs)
+    return comparison
+
+
+def only_row(runs: list[Run]) -> ScoreRow:
+    (row,) = only(runs).rows
+    return row
+
+
+def only_result(runs: list[Run]) -> Result:
+    (result,) = only_row(runs).results
+    return result
+
+
+SWEEP = swept({0.01: [0.6, 0.6], 0.1: [0.2, 0.3], 1.0: [0.4, 0.4]})  # best 0.25, start 1.0

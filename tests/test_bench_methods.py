@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS, choose
 from mechanic.bench.suites import SUITES
-from mechanic.bench.task import BuildSettings, Problem, Task, linear
+from mechanic.bench.task import BuildSettings, Problem, Task, constant, linear
 from mechanic.bench.train import DivergedError, Outcome, train
 from mechanic.torch import mechanize
 
@@ -100,8 +100,9 @@ def test_hyperparameters_reach_the_base_and_the_peers() -> None:
     given = {"adamw": {"betas": (0.8, 0.9), "weight_decay": 0.3}, "sgd": {"momentum": 0.5}}
     task = quadratic(hyperparameters=given)
     problem = task.build(BuildSettings("smoke", 0, CPU, Data()))
-    for method in ("adamw", "mechanic", "mechanic-pytorch", "prodigy", "dadaptation"):
-        base = "" if method == "prodigy" else "adamw"
+    plus = "prodigy-plus-schedule-free"
+    for method in ("adamw", "mechanic", "mechanic-pytorch", "prodigy", plus, "dadaptation"):
+        base = "" if method in ("prodigy", plus) else "adamw"
         group = METHODS[method].build(problem, base, 1.0).optimizer.param_groups[0]
         assert (group["betas"], group["weight_decay"]) == ((0.8, 0.9), 0.3), method
     for method in ("sgd", "mechanic", "schedulefree-sgd", "dadaptation"):
@@ -117,7 +118,8 @@ def test_the_schedule_acts_where_a_method_takes_one() -> None:
     rates = run(quadratic(), "adamw", "adamw", 0.1).curve.lr
     assert max(rates) == pytest.approx(0.1, rel=0.11)
     assert rates[-1] < 0.01 * max(rates) + 0.0023
-    for method in ("dog", "ldog", "schedulefree-adamw", "schedulefree-sgd"):
+    unscheduled = "dog", "ldog", "schedulefree-adamw", "schedulefree-sgd"
+    for method in (*unscheduled, "prodigy-plus-schedule-free"):
         problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
         assert not METHODS[method].build(problem, "sgd", 1.0).scheduled, method
 
@@ -172,6 +174,105 @@ def test_schedule_free_is_judged_at_x_not_y() -> None:
     x = problem.model.weight.detach()
     assert not torch.allclose(x, y)
     torch.testing.assert_close(0.9 * x + 0.1 * z, y)  # y is nine parts x and one part z
+
+
+def test_prodigy_plus_schedule_free_is_judged_at_x_not_y() -> None:
+    problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
+    live = METHODS["prodigy-plus-schedule-free"].build(problem, "", 1.0)
+    for _ in range(200):
+        live.optimizer.zero_grad()
+        problem.loss(next(problem.batches)).backward()
+        live.optimizer.step()
+    assert live.rate() > 1e-4  # it has left its first guess of 1e-6
+    y = problem.model.weight.detach().clone()
+    z = live.optimizer.state[problem.model.weight]["z"].clone()
+    live.before_evaluation()
+    x = problem.model.weight.detach()
+    assert not torch.allclose(x, y)
+    torch.testing.assert_close(0.9 * x + 0.1 * z, y)
+
+
+def test_prodigy_plus_schedule_free_runs_as_its_readme_says() -> None:
+    """Neither scheduled nor clipped, where the methods beside it are both."""
+    tight = quadratic(60, clip=1e-3)
+    problem = tight.build(BuildSettings("smoke", 0, CPU, Data()))
+    live = METHODS["prodigy-plus-schedule-free"].build(problem, "", 1.0)
+    assert (live.scheduled, live.clipped, live.averages) == (False, False, True)
+    name = "prodigy-plus-schedule-free"
+    free, clipped = (run(quadratic(60, clip=c), name, "", 1.0) for c in (None, 1e-3))
+    assert free.metrics == clipped.metrics
+    assert free.curve == clipped.curve
+    one, other = (run(quadratic(60, clip=c), "prodigy", "", 1.0) for c in (None, 1e-3))
+    assert one.curve != other.curve
+
+
+EMA = 0.9
+
+
+def averaged_by_hand(method: str, base: str, lr: float, steps: int) -> torch.Tensor:
+    """A float64 moving average of the weights, beside the same method in a loop."""
+    problem = quadratic(steps).build(BuildSettings("smoke", 0, CPU, Data()))
+    live = METHODS[method].build(problem, base, lr)
+    schedule = linear(0.1)
+    scheduler = LambdaLR(live.optimizer, lambda k: schedule(min((k + 0.5) / steps, 1.0)))
+    mean = problem.model.weight.detach().double().clone()
+    for step in range(1, steps + 1):
+        live.optimizer.zero_grad()
+        problem.loss(next(problem.batches)).backward()
+        live.optimizer.step()
+        scheduler.step()
+        decay = min(EMA, (1 + step) / (10 + step))
+        mean = decay * mean + (1 - decay) * problem.model.weight.detach().double()
+    return mean
+
+
+@pytest.mark.parametrize(("method", "lr"), [("adamw", 0.03), ("mechanic", 1.0)])
+def test_a_task_with_an_average_is_evaluated_with_it(method: str, lr: float) -> None:
+    kept: list[torch.Tensor] = []
+    build = quadratic(200, ema=EMA).build
+
+    def remember(setting: BuildSettings) -> Problem:
+        problem = build(setting)
+        kept.append(problem.model.weight)
+        return problem
+
+    task = Task(**{**vars(quadratic(200)), "build": remember})
+    outcome, plain = run(task, method, "adamw", lr), run(quadratic(200), method, "adamw", lr)
+    expected = averaged_by_hand(method, "adamw", lr, 200)
+    torch.testing.assert_close(kept[0].detach().double(), expected, rtol=1e-5, atol=1e-6)
+    assert outcome.curve == plain.curve  # training does not see the average
+    assert outcome.metrics != plain.metrics
+
+
+@pytest.mark.parametrize("method", ["dog", "schedulefree-adamw", "prodigy-plus-schedule-free"])
+def test_a_method_with_an_average_of_its_own_keeps_to_it(method: str) -> None:
+    given = METHODS[method].lr
+    with_average, without = (run(quadratic(60, ema=e), method, "", given) for e in (EMA, None))
+    assert with_average.metrics == without.metrics
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if "lion" not in name])
+def test_frozen_weights_are_seen_by_no_method(method: str) -> None:
+    problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
+    frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+    problem.model.add_module("frozen", frozen)
+    before = frozen.weight.clone()
+    base = next(base for base in METHODS[method].bases if base in ("", "sgd", "adamw"))
+    live = METHODS[method].build(problem, base, 0.01 if METHODS[method].kind == "sweep" else 1.0)
+    seen = [p for group in live.optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in seen] == [id(problem.model.weight)]
+    for _ in range(3):
+        live.optimizer.zero_grad()
+        problem.loss(next(problem.batches)).backward()
+        live.optimizer.step()
+        live.after_step()
+    live.before_evaluation()
+    assert torch.equal(frozen.weight, before)
+
+
+def test_constant_is_constant_after_its_warm_up() -> None:
+    assert [constant(0.1)(done) for done in (0.05, 0.1, 0.5, 0.999)] == [0.5, 1, 1, 1]
+    assert constant()(0.0) == 1
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -227,6 +227,31 @@ def test_odd_runs_make_a_report_too(runs: list[Run], tmp_path: Path) -> None:
     assert len(write_report(runs, tmp_path)) >= 4
 
 
+def test_lost_runs_are_counted_and_named(tmp_path: Path) -> None:
+    sweep = [run(loss, lr=lr, seed=s) for lr, loss in ((0.1, 0.2), (1.0, 0.9)) for s in range(3)]
+    names = {"method": "mechanic", "kind": "mechanic", "lr": 1.0}
+    ours = [run(loss, seed=seed, **names) for seed, loss in enumerate((0.1, 0.1, 0.5))]
+    peers = {"method": "dog", "kind": "peer", "base": "", "lr": 1.0}
+    theirs = [run(loss, seed=seed, **peers) for seed, loss in enumerate((None, 5.0, 0.2))]
+    write_report([*sweep, *ours, *theirs], tmp_path)
+    text = (tmp_path / "report.md").read_text("utf-8").replace("\u00a0", " ")
+    assert "| mechanic | suite: task (sgd) | 1 of 3 | seed 2 (excess +37.5 %) |" in text
+    assert "| 2 of 3 | seed 0 (diverged), seed 1 (above the start) |" in text
+    summary = re.findall(r"^\| (mechanic|dog|best of sweep) \|[^|]*\| (\d+ of \d+) \|", text, re.M)
+    assert summary[:3] == [("mechanic", "1 of 3"), ("dog", "2 of 3"), ("best of sweep", "0 of 3")]
+    assert ", 1 lost |" in text  # beside the mean excess of the row
+    page = (tmp_path / "report.html").read_text("utf-8").replace("\u00a0", " ")
+    row = "<td>suite: task (sgd)</td><td>1 of 3</td><td>seed 2 (excess +37.5 %)</td>"
+    assert f"<tr><th>mechanic</th>{row}" in page
+    assert '<td class="lost">1 of 3</td>' in page
+    assert "1 of 3 runs lost" in page
+
+
+def test_where_no_run_is_lost_the_report_says_so() -> None:
+    text = markdown(compare([run(0.2), run(0.9, lr=1.0)]), "t", {})
+    assert words.NO_LOST_RUNS in text
+
+
 def test_typed_lrs_are_told_apart(tmp_path: Path) -> None:
     lrs = (1e-4, 1.0, 1e4)
     runs = [run(0.4, method="mechanic", kind="mechanic", lr=lr) for lr in lrs]

@@ -179,10 +179,10 @@ def test_a_worker_that_is_killed_is_a_failure_and_the_rest_goes_on(
     dying = """
         import mechanic.bench.train as t, os, signal
         original = t._run
-        def run(problem, live, *rest):
-            if abs(live.optimizer.param_groups[0]["lr"] - 0.1) < 1e-9:
+        def run(problem, players, *rest):
+            if abs(players[0].running.optimizer.param_groups[0]["lr"] - 0.1) < 1e-9:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(problem, live, *rest)
+            return original(problem, players, *rest)
         t._run = run
         """
     monkeypatch.setitem(convex.GRIDS, "adamw", [0.03, 0.1, 0.3])

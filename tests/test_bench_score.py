@@ -3,7 +3,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from bench_runs import everything, run
+from bench_runs import SWEEP, everything, free, only, only_result, only_row, ours, run, swept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
@@ -11,11 +11,7 @@ from scipy.stats import t as student
 from mechanic.bench.noise import paired, t_quantile
 from mechanic.bench.record import Curve, Run
 from mechanic.bench.score import (
-    Comparison,
-    Result,
     ScoredMethod,
-    ScoreRow,
-    best_by_metric,
     compare,
     duels,
     format_lr,
@@ -23,42 +19,7 @@ from mechanic.bench.score import (
     ranks,
     summarize,
 )
-
-
-def swept(losses: dict[float, list[float | None]], **changes: object) -> list[Run]:
-    """A sweep: by lr the loss of each seed, None where it diverged."""
-    return [
-        run(loss, lr=lr, seed=seed, **changes)
-        for lr, group in losses.items()
-        for seed, loss in enumerate(group)
-    ]
-
-
-def free(name: str, losses: list[float | None], **changes: object) -> list[Run]:
-    fields = {"method": name, "kind": "peer", "base": "", "lr": 1.0} | changes
-    return [run(loss, seed=seed, **fields) for seed, loss in enumerate(losses)]
-
-
-def ours(losses: list[float | None], **changes: object) -> list[Run]:
-    return free("mechanic", losses, **({"kind": "mechanic", "base": "sgd"} | changes))
-
-
-def only(runs: list[Run]) -> Comparison:
-    (comparison,) = compare(runs)
-    return comparison
-
-
-def only_row(runs: list[Run]) -> ScoreRow:
-    (row,) = only(runs).rows
-    return row
-
-
-def only_result(runs: list[Run]) -> Result:
-    (result,) = only_row(runs).results
-    return result
-
-
-SWEEP = swept({0.01: [0.6, 0.6], 0.1: [0.2, 0.3], 1.0: [0.4, 0.4]})  # best 0.25, start 1.0
+from mechanic.bench.sweep import best_by_metric
 
 
 def test_excess_by_hand() -> None:
@@ -360,6 +321,8 @@ def test_whatever_happens_a_method_counts_at_most_as_no_learning(
 ) -> None:
     result = only_result([*swept({0.1: [0.3] * 4, 1.0: [0.9] * 4}), *ours(losses)])
     assert result.counted <= 100
+    wrong = [loss is None or loss > 1 or 100 * (loss - 0.3) / 0.7 > 20 for loss in losses]
+    assert [lost.run.seed for lost in result.lost] == [n for n, bad in enumerate(wrong) if bad]
     if None in losses:
         assert result.counted == 100
         assert "diverged" in result.trouble

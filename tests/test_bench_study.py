@@ -1,8 +1,10 @@
 """The queue of runs: nothing is lost, run twice, or taken for what it is not."""
 
+import json
+import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import optuna
@@ -12,6 +14,7 @@ from optuna.trial import TrialState
 
 from mechanic.bench import study as studies
 from mechanic.bench.record import Curve
+from mechanic.bench.score import find_lost
 from mechanic.bench.study import Grid
 from mechanic.bench.train import DivergedError, Outcome
 
@@ -70,6 +73,23 @@ def test_every_cell_runs_once_and_is_read_back(storage):
     assert first.curve.step == [1, 2]
     assert first.curve.lr[1] != first.curve.lr[1]  # NaN comes back as it went
     assert first.environment == {"device": "test"}
+
+
+def test_a_record_without_a_loss_at_the_start_is_read_and_is_no_lost_run(storage):
+    study = studies.open_study(storage, GRID)
+    old = {"metrics": {"train_loss": 0.5}, "curve": asdict(Curve([], [], [])), "seconds": 1.0}
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=TrialState.COMPLETE,
+            value=0.5,
+            user_attrs={"attempt": 0, "outcome": json.dumps(old)},
+            system_attrs={"fixed_params": {"lr": 0.1, "seed": 0}},
+        )
+    )
+    (run,) = studies.load(storage)
+    assert math.isnan(run.start_loss)
+    assert (run.status, run.metrics) == ("done", {"train_loss": 0.5})
+    assert find_lost([run]) == []
 
 
 def test_what_has_ended_is_not_run_again(storage):

@@ -20,6 +20,7 @@ from mechanic.bench.suites.translators import PAD, Attentive, Recurrent
 from mechanic.bench.task import Budget, BuildSettings, Problem, Task, half_decades
 
 VARIATIONS = ("scaling", "dropout")
+CONSTANT = ("diffusion", "rl", "gan")  # suites whose schedules do not decay
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = Path(os.environ.get("MECHANIC_BENCH_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -32,9 +33,10 @@ def setting(data: Data, seed: int = 0, budget: Budget = "smoke") -> BuildSetting
 # --- every task
 
 
-def test_suites_are_those_of_the_issue_in_its_order() -> None:
+def test_suites_are_in_the_order_of_the_docs() -> None:
     assert list(SUITES) == [
-        *("convex", "vision", "mlm", "lm", "translation", "finetune", "scaling", "dropout")
+        *("convex", "vision", "mlm", "lm", "translation", "finetune"),
+        *("diffusion", "rl", "gan", "scaling", "dropout"),
     ]
 
 
@@ -62,16 +64,17 @@ def test_tasks_build_and_are_measured(suite: str, data: Data) -> None:
         assert 0 < problem.steps < 50
         factors = [problem.schedule(k / 20 + 0.01) for k in range(20)]
         assert all(0 < factor <= 1 for factor in factors)
-        assert factors[-1] < max(factors)
+        steady = suite in CONSTANT or task.name.endswith("-constant")
+        assert (factors[-1] == max(factors)) == steady, task.name
         assert set(problem.hyperparameters) <= {"sgd", "adamw", "lion"}
         problem.loss(next(problem.batches)).backward()
-        missed = [name for name, p in problem.model.named_parameters() if p.grad is None]
-        assert missed == [], task.name  # a tuner would never see it move
+        assert problem.parameters()
+        assert all(p.grad is not None for p in problem.parameters()), task.name  # a tuner sees all
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
-    tasks = SUITES[suite](data)
+    tasks = distinct(SUITES[suite](data))
     # The suites that vary one model are told by their ends.
     for task in (tasks[0], tasks[-1]) if suite in VARIATIONS else tasks:
         first, again, other = (first_steps(task, data, seed) for seed in (0, 0, 1))
@@ -83,10 +86,10 @@ def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in VARIATIONS])
 def test_a_batch_can_be_learned(suite: str, data: Data) -> None:
-    for task in SUITES[suite](data):
+    for task in distinct(SUITES[suite](data)):
         problem = task.build(setting(data))
         problem.model.train()
-        optimizer = torch.optim.AdamW(problem.model.parameters(), lr=0.03)
+        optimizer = torch.optim.AdamW(problem.parameters(), lr=0.01 if suite in CONSTANT else 0.03)
         batch = next(problem.batches)
         losses = []
         for _ in range(15):
@@ -95,13 +98,19 @@ def test_a_batch_can_be_learned(suite: str, data: Data) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        assert losses[-1] < 0.9 * losses[0], task.name
+        # A critic that has not been trained has little to teach.
+        assert losses[-1] < (0.95 if suite == "gan" else 0.9) * losses[0], task.name
+
+
+def distinct(tasks: list[Task]) -> list[Task]:
+    """Without those that only have another schedule."""
+    return [task for task in tasks if not task.name.endswith("-constant")]
 
 
 def first_steps(task: Task, data: Data, seed: int) -> list[float]:
     """The losses of three steps; of a convex task the first is the same for all seeds."""
     problem = task.build(setting(data, seed))
-    optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(problem.parameters(), lr=0.1)
     problem.model.train()
     losses = []
     for batch in islice(problem.batches, 3):
@@ -134,11 +143,18 @@ def test_the_embedded_data_alone() -> None:
     assert names == [f"logistic-{name}" for name in convex.EMBEDDED]
     for suite in SUITES:
         there = [task.name for task in SUITES[suite](Data()) if not task.missing]
-        assert bool(there) == (suite not in ("translation", "finetune")), suite
+        assert bool(there) == (suite not in ("translation", "finetune", "diffusion")), suite
 
 
 @pytest.mark.parametrize(
-    ("suite", "missed"), [("vision", "cifar10"), ("translation", "multi30k"), ("finetune", "sst2")]
+    ("suite", "missed"),
+    [
+        ("vision", "cifar10"),
+        ("translation", "multi30k"),
+        ("finetune", "sst2"),
+        ("diffusion", "cifar10"),
+        ("gan", "cifar10"),
+    ],
 )
 def test_what_a_task_lacks_is_named(suite: str, missed: str, tmp_path: Path) -> None:
     task = SUITES[suite](Data(tmp_path))[0]

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +55,10 @@ class RunningMethod:
     after_step: Callable[[], None] = _do_nothing
     before_evaluation: Callable[[], None] = _do_nothing
     """Puts the final weights of the method into the model, for example their average."""
+    averages: bool = False
+    """Whether these are an average, so that the task's own average is not taken."""
+    clipped: bool = True
+    """Whether gradients are clipped where the task says so."""
 
 
 BuildMethod = Callable[[Problem, str, float], RunningMethod]
@@ -97,7 +102,7 @@ def make_base(
 ) -> Any:
     """Make the base optimizer of a problem. `wrap` may replace its class."""
     options = hyperparameters(problem, base)
-    parameters = list(problem.model.parameters())
+    parameters = problem.parameters()
     on_gpu = parameters[0].is_cuda
     if base == "sgd":
         return wrap(SGD)(parameters, lr=lr, fused=on_gpu, **options)
@@ -153,7 +158,7 @@ def _prodigy(problem: Problem, base: str, lr: float) -> RunningMethod:
     # "To avoid issues with warm-up, use option safeguard_warmup=True"
     optimizer = _quietly(
         Prodigy,
-        problem.model.parameters(),
+        problem.parameters(),
         lr=lr,
         safeguard_warmup=problem.schedule(0.0) < problem.schedule(0.1),
         **hyperparameters(problem, "adamw"),
@@ -170,7 +175,7 @@ def _dadaptation(problem: Problem, base: str, lr: float) -> RunningMethod:
         options["decouple"] = True  # "set decouple=True" for AdamW's weight decay
     makers = {"sgd": "DAdaptSGD", "adamw": "DAdaptAdam", "lion": "DAdaptLion"}
     make = getattr(dadaptation, makers[base])
-    optimizer = _quietly(make, problem.model.parameters(), lr=lr, **options)
+    optimizer = _quietly(make, problem.parameters(), lr=lr, **options)
     rate = _group_rate(optimizer, "d")
     if base != "sgd":
         return RunningMethod(optimizer, rate)
@@ -187,7 +192,7 @@ def _dog(layerwise: bool) -> BuildMethod:
         # "unless the model uses batch-normalization, in which case the suggested value is 1e-4"
         first_step = 1e-4 if _has_batch_norm(problem.model) else 1e-6
         make = LDoG if layerwise else DoG
-        parameters = problem.model.parameters()
+        parameters = problem.parameters()
         optimizer = make(parameters, lr=lr, reps_rel=first_step, weight_decay=decay)
         averager = PolynomialDecayAverager(problem.model)  # "must be combined with averaging"
 
@@ -200,7 +205,7 @@ def _dog(layerwise: bool) -> BuildMethod:
         def take_average() -> None:
             problem.model.load_state_dict(averager.averaged_model.state_dict())
 
-        return RunningMethod(optimizer, rate, False, averager.step, take_average)
+        return RunningMethod(optimizer, rate, False, averager.step, take_average, averages=True)
 
     return build
 
@@ -211,27 +216,47 @@ def _schedule_free(problem: Problem, base: str, lr: float) -> RunningMethod:
     sgd = base == "sgd"
     make = schedulefree.SGDScheduleFree if sgd else schedulefree.AdamWScheduleFree
     optimizer = make(
-        problem.model.parameters(),
+        problem.parameters(),
         lr=lr,
         warmup_steps=problem.steps // 20,  # "Using learning rate warmup is recommended"
         **hyperparameters(problem, "sgd" if sgd else "adamw"),
     )
     optimizer.train()
 
-    def before_evaluation() -> None:
-        optimizer.eval()
-        if _has_batch_norm(
-            problem.model
-        ):  # as its README advises: take the statistics at x, not at y
-            problem.model.train()
-            with torch.no_grad():
-                for batch in itertools.islice(problem.batches, 50):
-                    problem.loss(batch)
-
     def rate() -> float:
         return float(optimizer.param_groups[0]["scheduled_lr"])
 
-    return RunningMethod(optimizer, rate, scheduled=False, before_evaluation=before_evaluation)
+    before_evaluation = partial(_to_average, problem, optimizer)
+    return RunningMethod(
+        optimizer, rate, scheduled=False, before_evaluation=before_evaluation, averages=True
+    )
+
+
+def _prodigy_plus(problem: Problem, base: str, lr: float) -> RunningMethod:
+    from prodigyplus.prodigy_plus_schedulefree import ProdigyPlusScheduleFree
+
+    options = hyperparameters(problem, "adamw")
+    optimizer: Any = _quietly(ProdigyPlusScheduleFree, problem.parameters(), lr=lr, **options)
+    optimizer.train()
+    # "a constant scheduler should be used", and "Do not use with gradient clipping"
+    return RunningMethod(
+        optimizer,
+        _group_rate(optimizer, "d"),
+        scheduled=False,
+        before_evaluation=partial(_to_average, problem, optimizer),
+        averages=True,
+        clipped=False,
+    )
+
+
+def _to_average(problem: Problem, optimizer: Any) -> None:
+    """Put the average of a Schedule-Free method into the model."""
+    optimizer.eval()
+    if _has_batch_norm(problem.model):  # as its README advises: take the statistics at x, not at y
+        problem.model.train()
+        with torch.no_grad():
+            for batch in itertools.islice(problem.batches, 50):
+                problem.loss(batch)
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
@@ -257,6 +282,8 @@ _ALL = (
     Method("ldog", "peer", _dog(layerwise=True), ("",), package="dog-optimizer"),
     Method("schedulefree-adamw", "peer", _schedule_free, ("",), 0.0025, "schedulefree"),
     Method("schedulefree-sgd", "peer", _schedule_free, ("sgd",), 1.0, "schedulefree"),
+    Method("prodigy-plus-schedule-free", "peer", _prodigy_plus, ("",),
+           package="prodigy-plus-schedule-free"),
 )  # fmt: skip
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -57,7 +57,7 @@ def make_plan(request: BenchRequest) -> BenchPlan:
         if task.missing:
             skipped[f"{task.suite}/{task.name}: {task.missing}"] = None
             continue
-        data = request.data.identity(*task.uses)
+        data = request.data.identity(*task.uses) if task.uses else ""
         for method in choose(task, request.methods):
             for base, lrs in method.typed_rates(task, request.typed).items():
                 key = task.suite, task.name, request.budget, method.name, method.kind, base

@@ -202,11 +202,17 @@ def _show_results(comparisons: list[Comparison]) -> None:
 def _table(comparison: Comparison) -> Table:
     caption = "In % of what the best of the sweep gained. Rank among the methods of a row."
     table = Table(title=f"Excess over the best of a sweep, {comparison.budget}", caption=caption)
-    for column in ("method", "mean", "worst", "mean rank", "rows"):
+    for column in ("method", "mean", "lost runs", "worst", "mean rank", "rows"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for summary in summarize(comparison):
-        excess = f"{summary.mean:+.2f} %", f"{summary.worst:+.2f} %"
-        table.add_row(summary.method.label, *excess, f"{summary.rank:.2f}", f"{summary.rows}")
+        table.add_row(
+            summary.method.label,
+            f"{summary.mean:+.2f} %",
+            f"{summary.lost} of {summary.runs}",
+            f"{summary.worst:+.2f} %",
+            f"{summary.rank:.2f}",
+            f"{summary.rows}",
+        )
     return table
 
 

@@ -10,11 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from mechanic.bench.noise import Difference, paired
 from mechanic.bench.record import MethodKind, Run
+from mechanic.bench.sweep import Sweep, final_loss, final_losses, find_best, gain, trouble
 
 NO_LEARNING = 100.0  # the excess in percent of a method that diverged, failed, or raised the loss
+LOST = 20.0  # the excess in percent above which a run is lost
 
 
 @dataclass(frozen=True)
@@ -32,28 +35,35 @@ class ScoredMethod:
         return self.name if self.lr is None else f"{self.name} (lr {format_lr(self.lr)})"
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A base at every learning rate of its grid."""
+class LostRun(NamedTuple):
+    """A run that should not have been left alone."""
 
-    runs: Mapping[float, tuple[Run, ...]]
-    """The runs by lr, in ascending order."""
-    best_lr: float | None
-    """None if every lr has a seed that diverged or failed."""
+    run: Run
+    cause: str
+    """In words: "diverged", "failed", "above the start" or "excess +57.1 %"."""
 
-    @property
-    def best(self) -> tuple[Run, ...]:
-        """The runs at the best lr."""
-        return () if self.best_lr is None else self.runs[self.best_lr]
 
-    @property
-    def edge(self) -> str:
-        """The end of the grid at which the best lr lies: "lowest" or "highest", "only" in a grid of
-        one lr, or empty. At an end, a wider grid might hold a better lr."""
-        if self.best_lr is None or len(self.runs) == 1:
-            return "" if self.best_lr is None else "only"
-        lrs = list(self.runs)
-        return {lrs[0]: "lowest", lrs[-1]: "highest"}.get(self.best_lr, "")
+def find_lost(runs: Iterable[Run], sweep: Sweep | None = None) -> list[LostRun]:
+    """Find the runs that are lost: those whose loss at the end is not finite, or is above that at
+    their start, or has an excess over the best of the sweep of more than `LOST` percent.
+
+    Each run is compared with the mean of the best of the sweep, over all its seeds. Without a sweep
+    that has learned something, the last cause is unknown.
+    """
+    best = gained = math.nan
+    if sweep is not None and sweep.best:
+        best, gained = fmean(final_losses(sweep.best).values()), gain(sweep)
+    found = []
+    for run in runs:
+        loss = final_loss(run)
+        excess = 100 * (loss - best) / gained if gained > 0 else math.nan
+        if not math.isfinite(loss):
+            found.append(LostRun(run, "diverged" if run.status == "done" else run.status))
+        elif loss > run.start_loss:
+            found.append(LostRun(run, "above the start"))
+        elif excess > LOST:
+            found.append(LostRun(run, f"excess {excess:+.1f} %"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ class Result:
     """In percent over the best of the sweep; None if runs went wrong or there is no sweep."""
     trouble: str = ""
     """What went wrong, for example "diverged 2/3": the method then counts as `NO_LEARNING`."""
+    lost: tuple[LostRun, ...] = ()
+    """The runs that are lost, whatever the mean over the others says."""
 
     @property
     def counted(self) -> float:
@@ -100,6 +112,11 @@ class ScoreRow:
         return fmean(known) if known else math.nan
 
     @property
+    def lost_by_sweep(self) -> list[LostRun]:
+        """The runs at the best lr of the sweep that are lost."""
+        return find_lost(self.sweep.best, self.sweep) if self.sweep else []
+
+    @property
     def all_runs(self) -> list[Run]:
         """The runs of the sweep and of all methods."""
         swept = [run for runs in (self.sweep.runs if self.sweep else {}).values() for run in runs]
@@ -128,6 +145,11 @@ class Summary:
     """The mean of its ranks among the methods of each row; 1 is best."""
     by_suite: Mapping[str, float]
     """The mean excess for each suite in which it was run."""
+    lost: int
+    """The number of its runs that are lost, over all rows, those without a sweep as well. A run
+    that is compared with several bases counts on each of their rows."""
+    runs: int
+    """The number of its runs, counted in the same way."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +191,10 @@ class Comparison:
         for row in self.rows:
             found[row.suite, row.task].append(row)
         return found
+
+    def results(self, method: ScoredMethod) -> list[Result]:
+        """The results of a method on all rows that it was run on."""
+        return [result for row in self.rows if (result := row.result(method))]
 
     @property
     def unswept(self) -> list[ScoreRow]:
@@ -253,49 +279,13 @@ def _row(
 def _result(
     method: ScoredMethod, runs: Sequence[Run], sweep: Sweep | None, gained: float
 ) -> Result:
-    lost = trouble(runs)
-    if lost or sweep is None or sweep.best_lr is None or not gained > 0:
-        return Result(method, tuple(runs), None, lost)
+    wrong, lost = trouble(runs), tuple(find_lost(runs, sweep))
+    if wrong or sweep is None or sweep.best_lr is None or not gained > 0:
+        return Result(method, tuple(runs), None, wrong, lost)
     excess = paired(final_losses(runs), final_losses(sweep.best), 100 / gained)
     if excess and excess.mean > NO_LEARNING:
-        return Result(method, tuple(runs), None, "above start")
-    return Result(method, tuple(runs), excess)
-
-
-def find_best(runs: Mapping[float, tuple[Run, ...]]) -> Sweep:
-    """Find the best lr of a sweep: that of the lowest mean train loss, among those at which no seed
-    diverged or failed."""
-    losses = {lr: final_losses(group) for lr, group in runs.items() if not trouble(group)}
-    seeds = max(map(len, losses.values()), default=0)  # an lr with fewer is unfinished
-    means = {lr: fmean(found.values()) for lr, found in losses.items() if len(found) == seeds}
-    return Sweep(runs, min(means, key=lambda lr: means[lr], default=None))
-
-
-def gain(sweep: Sweep) -> float:
-    """What the best of a sweep learned: its loss at the start minus its loss at the end."""
-    return fmean(run.start_loss - final_loss(run) for run in sweep.best) if sweep.best else math.nan
-
-
-def final_loss(run: Run) -> float:
-    """The train loss at the end; NaN if the run diverged or failed."""
-    return run.metrics.get("train_loss", math.nan) if run.status == "done" else math.nan
-
-
-def final_losses(runs: Iterable[Run], metric: str = "train_loss") -> dict[int, float]:
-    """The final value of a metric by seed, for the runs that did not diverge or fail."""
-    done = {r.seed: r.metrics.get(metric, math.nan) for r in runs if r.status == "done"}
-    return {seed: value for seed, value in done.items() if math.isfinite(value)}
-
-
-def trouble(runs: Sequence[Run]) -> str:
-    """How many runs diverged or failed, as in "diverged 2/3"; empty if none did."""
-    # A run that ended as done, but without a finite loss, counts as diverged.
-    lost = Counter(
-        "diverged" if run.status == "done" else run.status
-        for run in runs
-        if not math.isfinite(final_loss(run))
-    )
-    return ", ".join(f"{status} {lost[status]}/{len(runs)}" for status in sorted(lost))
+        return Result(method, tuple(runs), None, "above start", lost)
+    return Result(method, tuple(runs), excess, lost=lost)
 
 
 def ranks(row: ScoreRow) -> dict[ScoredMethod, float]:
@@ -336,6 +326,8 @@ def summarize(comparison: Comparison) -> list[Summary]:
             max(values),
             fmean(ranked[method]),
             {suite: fmean(found) for suite, found in in_suite[method].items()},
+            lost=sum(len(result.lost) for result in comparison.results(method)),
+            runs=sum(len(result.runs) for result in comparison.results(method)),
         )
         for method, values in counted.items()
     ]
@@ -366,19 +358,6 @@ def _verdict(ours: Result, theirs: Result) -> str:
         return "worse" if ours.trouble else "better"
     gap = paired(final_losses(ours.runs), final_losses(theirs.runs))
     return gap.verdict if gap else "undecided"
-
-
-def best_by_metric(sweep: Sweep, metric: str) -> tuple[float, dict[int, float]] | None:
-    """The lr of the sweep that is best by the given metric, and its values by seed."""
-    values = {
-        lr: final_losses(runs, metric) for lr, runs in sweep.runs.items() if not trouble(runs)
-    }
-    means = {lr: fmean(found.values()) for lr, found in values.items() if found}
-    if not means:
-        return None
-    sign = 1.0 if metric.endswith("loss") else -1.0
-    lr = min(means, key=lambda lr: sign * means[lr])
-    return lr, values[lr]
 
 
 def highest_rate(run: Run) -> float:

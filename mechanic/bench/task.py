@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,21 @@ class BuildSettings:
     data: Data
 
 
+class Opponent(NamedTuple):
+    """A network that is trained against the model of a problem, by an optimizer of its own."""
+
+    model: nn.Module
+    loss: Callable[[Any], Tensor]
+    """The loss of a batch, the same batch that the model is trained on after it."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The model and the data of one training run."""
 
     model: nn.Module
-    """The model, on the device, with its initial weights."""
+    """The model, on the device, with its initial weights. Parameters that need no gradient are
+    frozen: no method sees them."""
     batches: Iterator[Any]
     """Endless; each batch is passed to `loss`."""
     loss: Callable[[Any], Tensor]
@@ -47,6 +56,23 @@ class Problem:
     """The global norm to which gradients are clipped; None for no clipping."""
     autocast: bool = False
     """Whether the forward pass runs in bfloat16 on a GPU."""
+    ema: float | None = None
+    """The decay of the moving average of the weights, which is evaluated at the end in their place;
+    None for no average. A method that averages by itself is evaluated with its own average."""
+    opponent: Opponent | None = None
+    """In each step it is trained first, by the same method and with the same lr."""
+
+    @property
+    def players(self) -> list["Problem"]:
+        """One problem for each optimizer, in the order in which they step. The last is this one."""
+        if self.opponent is None:
+            return [self]
+        model, loss = self.opponent
+        return [replace(self, model=model, loss=loss, opponent=None, ema=None), self]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model that are trained."""
+        return [p for p in self.model.parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -64,8 +90,8 @@ class Task:
     high is better otherwise."""
     about: str
     """One line for `--list`: model, data, schedule."""
-    uses: tuple[DataKind, str]
-    """The kind of the data, and its name."""
+    uses: tuple[DataKind, str] | None
+    """The kind of the data, and its name; None if the task needs none."""
     missing: str = ""
     """Why the task cannot run here and what to do about it; empty if it can run."""
     extra_methods: Sequence[str] = ()
@@ -97,6 +123,11 @@ def cosine(warmup: float = 0.0) -> Callable[[float], float]:
 def linear(warmup: float = 0.0) -> Callable[[float], float]:
     """Linear from 0 over the fraction `warmup` of training, then linear down to 0."""
     return lambda done: done / warmup if done < warmup else (1 - done) / (1 - warmup)
+
+
+def constant(warmup: float = 0.0) -> Callable[[float], float]:
+    """Linear from 0 over the fraction `warmup` of training, then 1 to the end."""
+    return lambda done: done / warmup if done < warmup else 1.0
 
 
 def step_decay(factor: float, at: Sequence[float]) -> Callable[[float], float]:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +48,14 @@ def train(
     torch.manual_seed(settings.seed)  # for dropout, and whatever else is random during training
     problem = task.build(settings)
     start_loss = _evaluate(problem)["train_loss"]
-    running = method.build(problem, base, lr)
+    players = [
+        _Player(part, method.build(part, base, lr), settings.device) for part in problem.players
+    ]
     start = time.perf_counter()
-    curve = _run(problem, running, settings.device, report)
+    curve = _run(problem, players, report)
     seconds = time.perf_counter() - start
-    running.before_evaluation()
+    for player in players:
+        player.finish()
     metrics = _evaluate(problem)
     for name, value in metrics.items():
         if not math.isfinite(value):
@@ -67,40 +71,83 @@ def _evaluate(problem: Problem) -> Mapping[str, float]:
     return metrics
 
 
-def _run(
-    problem: Problem,
-    running: RunningMethod,
-    device: torch.device,
-    report: Callable[[int, int], None],
-) -> Curve:
-    steps, optimizer = problem.steps, running.optimizer
-    # Taken at the middle of each step, so that no step of a warm-up or a decay has an lr of 0.
-    schedule = problem.schedule if running.scheduled else lambda done: 1.0
-    scheduler = LambdaLR(optimizer, lambda k: schedule(min((k + 0.5) / steps, 1.0)))
-    parameters = list(problem.model.parameters())
+class _Player:
+    """A model and the optimizer that trains it."""
+
+    def __init__(self, problem: Problem, running: RunningMethod, device: torch.device) -> None:
+        self.problem, self.running = problem, running
+        self.autocast = torch.autocast(
+            device.type, torch.bfloat16, problem.autocast and device.type == "cuda"
+        )
+        self.parameters = problem.parameters()
+        self.average = None
+        if problem.ema is not None and not running.averages:
+            self.average = _MovingAverage(self.parameters, problem.ema)
+        # Taken at the middle of each step, so that no step of a warm-up or a decay has an lr of 0.
+        schedule = problem.schedule if running.scheduled else lambda done: 1.0
+        steps = problem.steps
+        self.scheduler = LambdaLR(
+            running.optimizer, lambda k: schedule(min((k + 0.5) / steps, 1.0))
+        )
+
+    def step(self, batch: Any) -> Tensor:
+        """Make one step, all but that of the schedule. Returns the loss of the batch."""
+        with self.autocast:
+            loss = self.problem.loss(batch)
+        self.running.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.problem.clip is not None and self.running.clipped:
+            clip_grad_norm_(self.parameters, self.problem.clip)
+        self.running.optimizer.step()
+        self.running.after_step()
+        if self.average is not None:
+            self.average.update()
+        return loss.detach()
+
+    def finish(self) -> None:
+        """Put the weights to evaluate into the model."""
+        self.running.before_evaluation()
+        if self.average is not None:
+            self.average.take()
+
+
+class _MovingAverage:
+    """An exponential moving average of the weights, at first over a tenth of the steps so far."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], decay: float) -> None:
+        self.weights: list[Tensor] = list(parameters)
+        self.mean = [weights.detach().clone() for weights in parameters]
+        self.decay, self.updates = decay, 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.mean, self.weights, 1 - decay)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        torch._foreach_copy_(self.weights, self.mean)
+
+
+def _run(problem: Problem, players: list[_Player], report: Callable[[int, int], None]) -> Curve:
+    steps, last = problem.steps, players[-1]
     every = max(1, steps // _POINTS)
     losses: list[Tensor] = []
     points: list[tuple[int, float, float]] = []
-    problem.model.train()
+    for player in players:
+        player.problem.model.train()
     for step in range(1, steps + 1):
-        with torch.autocast(
-            device.type, torch.bfloat16, problem.autocast and device.type == "cuda"
-        ):
-            loss = problem.loss(next(problem.batches))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if problem.clip is not None:
-            clip_grad_norm_(parameters, problem.clip)
-        optimizer.step()
-        running.after_step()
-        losses.append(loss.detach())
+        batch = next(problem.batches)
+        losses += [player.step(batch) for player in players][-1:]
         if step % every == 0 or step == steps:
             # Only here does the host wait for the device, and only here can it see a NaN.
             point = float(torch.stack(losses).float().mean())
             if not math.isfinite(point) and not torch.stack(losses).isfinite().any():
                 raise DivergedError(f"the loss is {point} at step {step} of {steps}")
-            points.append((step, point, running.rate()))
+            points.append((step, point, last.running.rate()))
             losses.clear()
             report(step, steps)
-        scheduler.step()
+        for player in players:
+            player.scheduler.step()
     return Curve(*(list(column) for column in zip(*points, strict=True)))

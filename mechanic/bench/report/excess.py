@@ -12,13 +12,14 @@ from mechanic.bench.score import Comparison, ScoreRow, Summary, format_lr, summa
 def summary_table(comparison: Comparison, looks: Looks) -> Markup:
     """One line for each method, the best first."""
     total = len(comparison.scored)
-    columns = ("method", "mean excess", "worst", "mean rank", "rows", "cost in runs")
+    columns = ("method", "mean excess", "lost runs", "worst", "mean rank", "rows", "cost in runs")
     head = tag("tr", *(tag("th", column) for column in columns))
     lines = [
         tag(
             "tr",
             tag("th", summary.method.label, style=_colour_mark(looks, summary.method.label)),
             _shaded(summary.mean),
+            tag("td", _lost_of(summary), class_="lost" if summary.lost else None),
             _shaded(summary.worst),
             tag("td", f"{summary.rank:.1f}"),
             tag("td", _count_of_total(summary.rows, total)),
@@ -28,7 +29,15 @@ def summary_table(comparison: Comparison, looks: Looks) -> Markup:
         for summary in summarize(comparison)
     ]
     cost = words.sweep_cost(comparison.scored)
-    sweep = (SWEEP, percent(0), percent(0), "–", str(total), cost)
+    sweep = (
+        SWEEP,
+        percent(0),
+        words.lost_of_sweep(comparison.scored),
+        percent(0),
+        "–",
+        str(total),
+        cost,
+    )
     lines.append(tag("tr", tag("th", sweep[0]), *(tag("td", text) for text in sweep[1:])))
     return tag(
         "div",
@@ -39,6 +48,10 @@ def summary_table(comparison: Comparison, looks: Looks) -> Markup:
 
 def _count_of_total(rows: int, total: int) -> str:
     return str(total) if rows == total else f"{rows} of {total}"
+
+
+def _lost_of(summary: Summary) -> str:
+    return f"{summary.lost} of {summary.runs}"
 
 
 def _colour_mark(looks: Looks, label: str) -> str:
@@ -94,6 +107,7 @@ def _line(comparison: Comparison, row: ScoreRow, target: str) -> Markup:
         classes = [
             "trouble" if result.trouble else "",
             "quiet" if within_noise else "",
+            "lost" if result.lost else "",
             "default" if method == comparison.default else "",
         ]
         style = None if within_noise or result.trouble else f"background:{shade(result.counted)}"
@@ -107,6 +121,7 @@ def _footer(comparison: Comparison) -> list[Markup]:
     total = len(comparison.scored)
     footer: Sequence[tuple[str, str, Callable[[Summary], str]]] = (
         ("mean excess", percent(0), lambda s: percent(s.mean)),
+        ("lost runs", words.lost_of_sweep(comparison.scored), _lost_of),
         ("worst excess", percent(0), lambda s: percent(s.worst)),
         ("mean rank", "–", lambda s: f"{s.rank:.1f}"),
         ("rows", str(total), lambda s: _count_of_total(s.rows, total)),
@@ -132,5 +147,6 @@ def colour_key() -> Markup:
         *swatches,
         tag("span", "≈ within seed noise", class_="quiet"),
         tag("span", "diverged, failed or above start", class_="trouble"),
+        tag("span", "a run is lost", class_="lost"),
         class_="key",
     )

@@ -11,7 +11,13 @@ from mechanic.bench.report.look import SWEEP, Look, Looks, count_of
 from mechanic.bench.report.markup import Markup, join, tag
 from mechanic.bench.report.panels import Panel, learned_panel, overall_panel, row_panels
 from mechanic.bench.report.plotly import figure_json, height
-from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
+from mechanic.bench.report.tables import (
+    Table,
+    lost_table,
+    result_table,
+    suite_table,
+    unswept_table,
+)
 from mechanic.bench.score import Comparison, ScoreRow, duels
 
 # Names of tasks come from the user: whatever they contain, the page cannot load or send anything.
@@ -55,6 +61,7 @@ def _navigation(comparisons: Sequence[Comparison], title: str) -> Markup:
         parts = [("overall", "Overall", bool(comparison.scored))]
         parts.append(("rows", "Excess by row", bool(comparison.scored)))
         parts.append(("unswept", "Rows without a sweep", bool(comparison.unswept)))
+        parts.append(("lost", "Lost runs", True))
         parts.append(("tasks", "Task by task", True))
         groups += [_link(f"{key}-{number}", text) for key, text, exists in parts if exists]
         suite = None
@@ -93,6 +100,12 @@ def _section(comparison: Comparison, number: int, looks: Looks) -> Markup:
             _plot(learned_panel(comparison.unswept, looks)),
             _table(unswept_table(comparison.unswept)),
         ]
+    lost = lost_table(comparison)
+    parts += [
+        tag("h3", "Lost runs", id=f"lost-{number}"),
+        tag("p", words.LOST_RUNS, "" if lost.lines else f" {words.NO_LOST_RUNS}"),
+        tag("div", _table(lost), class_="named") if lost.lines else None,
+    ]
     parts.append(tag("h3", "Task by task", id=f"tasks-{number}"))
     parts.append(tag("p", words.PLOTS, " Click on a method to hide it in all plots."))
     parts.append(_legend([method.label for method in comparison.methods], looks))

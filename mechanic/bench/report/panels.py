@@ -9,15 +9,8 @@ from statistics import fmean, median
 from mechanic.bench.record import Run
 from mechanic.bench.report.look import SWEEP, Look, Looks, log_ticks, percent, stretch
 from mechanic.bench.report.words import excess_text
-from mechanic.bench.score import (
-    Comparison,
-    ScoreRow,
-    final_losses,
-    format_lr,
-    highest_rate,
-    summarize,
-    trouble,
-)
+from mechanic.bench.score import Comparison, ScoreRow, format_lr, highest_rate, summarize
+from mechanic.bench.sweep import final_losses, trouble
 
 Points = Sequence[float]
 Ticks = tuple[Points, Sequence[str]]

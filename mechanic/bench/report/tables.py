@@ -11,12 +11,11 @@ from mechanic.bench.score import (
     Comparison,
     Result,
     ScoreRow,
-    best_by_metric,
-    final_losses,
     format_lr,
     highest_rate,
     summarize,
 )
+from mechanic.bench.sweep import best_by_metric, final_losses
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,33 @@ def suite_table(comparison: Comparison) -> Table:
         for summary in summarize(comparison)
     ]
     return Table(("mean excess by suite", *suites), lines)
+
+
+def lost_table(comparison: Comparison) -> Table:
+    """Every lost run by name: those of Mechanic's default first, those of the sweeps last."""
+    found = [
+        (method.label, row, result.lost, len(result.runs))
+        for method in comparison.methods
+        for row in comparison.rows
+        if (result := row.result(method))
+    ]
+    swept = [row for row in comparison.scored if row.sweep]
+    found += [
+        (SWEEP, row, tuple(row.lost_by_sweep), len(row.sweep.best)) for row in swept if row.sweep
+    ]
+    lines = [
+        (
+            label,
+            f"{row.suite}: {words.row_name(row)}",
+            f"{len(lost)} of {runs}",
+            ", ".join(f"seed {one.run.seed} ({one.cause})" for one in lost).replace(
+                " %", "\u00a0%"
+            ),
+        )
+        for label, row, lost, runs in found
+        if lost
+    ]
+    return Table(("method", "row", "lost", "which, and why"), lines)
 
 
 def result_table(rows: Sequence[ScoreRow]) -> Table:

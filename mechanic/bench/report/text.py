@@ -9,7 +9,13 @@ from statistics import fmean
 from mechanic.bench.record import Run
 from mechanic.bench.report import words
 from mechanic.bench.report.look import count_of, percent
-from mechanic.bench.report.tables import Table, result_table, suite_table, unswept_table
+from mechanic.bench.report.tables import (
+    Table,
+    lost_table,
+    result_table,
+    suite_table,
+    unswept_table,
+)
 from mechanic.bench.score import Comparison, ScoreRow, duels, summarize
 
 FigurePaths = Mapping[tuple[str, ...], str]
@@ -46,6 +52,9 @@ def _section(comparison: Comparison, figures: FigurePaths) -> list[str]:
     if comparison.unswept:
         parts += ["### Rows without a sweep", _table(unswept_table(comparison.unswept))]
         parts.append(_image("Learned learning rates", figures.get((budget, "learned"))))
+    lost = lost_table(comparison)
+    parts += ["### Lost runs", words.LOST_RUNS]
+    parts.append(_table(lost) if lost.lines else words.NO_LOST_RUNS)
     parts += ["### Task by task", words.PLOTS]
     for (suite, task), rows in comparison.tasks.items():
         heading = f"#### {escape_markdown(suite)}: {escape_markdown(task)}"
@@ -56,13 +65,14 @@ def _section(comparison: Comparison, figures: FigurePaths) -> list[str]:
 def _summary(comparison: Comparison) -> str:
     total = len(comparison.scored)
     lines = [
-        (s.method.label, percent(s.mean), percent(s.worst), f"{s.rank:.1f}",
-         f"{s.rows} of {total}", "1")
+        (s.method.label, percent(s.mean), f"{s.lost} of {s.runs}", percent(s.worst),
+         f"{s.rank:.1f}", f"{s.rows} of {total}", "1")
         for s in summarize(comparison)
     ]  # fmt: skip
     cost = words.sweep_cost(comparison.scored)
-    lines.append(("best of sweep", percent(0), percent(0), "–", f"{total} of {total}", cost))
-    head = ("method", "mean excess", "worst", "mean rank", "rows", "cost in runs")
+    lost = words.lost_of_sweep(comparison.scored)
+    lines.append(("best of sweep", percent(0), lost, percent(0), "–", f"{total} of {total}", cost))
+    head = ("method", "mean excess", "lost runs", "worst", "mean rank", "rows", "cost in runs")
     return _table(Table(head, lines))
 
 

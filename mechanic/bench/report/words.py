@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from mechanic.bench.record import Run
 from mechanic.bench.report.look import count_of, number, percent
-from mechanic.bench.score import Comparison, Duel, Result, ScoreRow, format_lr, summarize
+from mechanic.bench.score import LOST, Comparison, Duel, Result, ScoreRow, format_lr, summarize
 
 EXPLANATION = (
     "Excess is (loss − best) / (start − best) of the train loss at the end: 0 % is the best "
@@ -15,6 +15,12 @@ EXPLANATION = (
     "the sweep. A method counts as 100 % and ranks last if any of its seeds diverged or failed, or "
     "if it ended above the loss before training."
 )
+LOST_RUNS = (
+    "A run is lost when its loss at the end is not finite, is above its loss at the start, or has "
+    f"an excess of more than {LOST:.0f} % over the mean of the best of the sweep. Lost runs are "
+    "counted over all rows; a run that is compared with several bases counts on each of their rows."
+)
+NO_LOST_RUNS = "No run of any method is lost."
 NOISE = (
     "≈ marks a difference from the best of the sweep that is within seed noise: zero lies in its "
     "95 % interval (Student's t, seeds paired). The best of the sweep was chosen in hindsight on "
@@ -185,9 +191,17 @@ def headline(comparison: Comparison) -> str:
     return (
         f": mean excess {percent(ours.mean)} over the best of a sweep, in 1 run where the sweep "
         f"takes {sweep_cost(comparison.scored)}; {percent(ours.worst)} on its worst row; "
-        f"mean rank {ours.rank:.1f} of {len(summaries)} learning-rate-free methods. "
+        f"mean rank {ours.rank:.1f} of {len(summaries)} learning-rate-free methods; "
+        f"{ours.lost} of {count_of(ours.runs, 'run')} lost. "
         "Compared with the best of the sweep, it is "
     )
+
+
+def lost_of_sweep(rows: Iterable[ScoreRow]) -> str:
+    """The number of runs at the best lr of a sweep that are lost: "0 of 30"."""
+    swept = [row for row in rows if row.sweep]
+    lost = sum(len(row.lost_by_sweep) for row in swept)
+    return f"{lost} of {sum(len(row.sweep.best) for row in swept if row.sweep)}"
 
 
 def verdict(better: int, worse: int, within_noise: int, undecided: int) -> str:
@@ -230,7 +244,8 @@ def excess_text(result: Result | None) -> str:
     if result.trouble:
         return result.trouble
     assert result.excess is not None
-    return f"{'≈ ' if result.excess.within_noise else ''}{percent(result.excess.mean)}"
+    lost = f", {len(result.lost)} lost" if result.lost else ""
+    return f"{'≈ ' if result.excess.within_noise else ''}{percent(result.excess.mean)}{lost}"
 
 
 def mean_spread(values: Sequence[float]) -> str:

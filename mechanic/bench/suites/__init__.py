@@ -23,6 +23,9 @@ SUITES: dict[str, Callable[[Data], list[Task]]] = {
         "lm",
         "translation",
         "finetune",
+        "diffusion",
+        "rl",
+        "gan",
         "scaling",
         "dropout",
     )

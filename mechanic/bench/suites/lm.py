@@ -1,7 +1,7 @@
 """Language modelling: a GPT on bytes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch.nn.functional import cross_entropy
 from mechanic.bench.data import Data
 from mechanic.bench.suites import corpus
 from mechanic.bench.suites.shared import bfloat16, not_installed
-from mechanic.bench.task import Budget, BuildSettings, Problem, Task, cosine, half_decades
+from mechanic.bench.task import (
+    Budget,
+    BuildSettings,
+    Problem,
+    Task,
+    constant,
+    cosine,
+    half_decades,
+)
 
 
 @dataclass(frozen=True)
@@ -38,20 +46,31 @@ HYPERPARAMETERS = {"adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
 
 
 def tasks(data: Data) -> list[Task]:
-    """One task, on the chosen corpus."""
-    name = data.corpus_name()
+    """One model on the chosen corpus, with a cosine and at a constant learning rate."""
     return [
-        Task(
-            "lm",
-            f"gpt-{name}",
-            {"adamw": half_decades(-5, -1)},
-            _build,
-            "test_loss",
-            f"GPT on the bytes of {name}; cosine with 5 % warm-up, clip 1",
-            ("text", name),
-            data.missing("text", name) or not_installed("transformers"),
-        )
+        _task(data, "", _build, "cosine with 5 % warm-up"),
+        _task(data, "-constant", _build_constant, "constant lr with 5 % warm-up"),
     ]
+
+
+def _task(
+    data: Data, suffix: str, build: Callable[[BuildSettings], Problem], schedule: str
+) -> Task:
+    name = data.corpus_name()
+    return Task(
+        "lm",
+        f"gpt-{name}{suffix}",
+        {"adamw": half_decades(-5, -1)},
+        build,
+        "test_loss",
+        f"GPT on the bytes of {name}; {schedule}, clip 1",
+        ("text", name),
+        data.missing("text", name) or not_installed("transformers"),
+    )
+
+
+def _build_constant(settings: BuildSettings) -> Problem:
+    return replace(_build(settings), schedule=constant(0.05))
 
 
 def _build(settings: BuildSettings) -> Problem:

@@ -1,11 +1,15 @@
-"""What several suites share: the evaluation of classifiers, and the check for packages."""
+"""What several suites share: images, the evaluation of classifiers, the check for packages."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from mechanic.bench.data import Data
 
 CHUNK = 2048  # examples to evaluate at once
 
@@ -47,3 +51,25 @@ def measures(name: str, logits: Tensor, y: Tensor) -> dict[str, float]:
     """The mean loss and the accuracy, with `name` as a prefix: "train" or "test"."""
     accuracy = (logits.argmax(-1) == y).double().mean()
     return {f"{name}_loss": float(cross_entropy(logits, y)), f"{name}_accuracy": float(accuracy)}
+
+
+class Pixels(NamedTuple):
+    """Images as uint8 (count, channels, height, width) on the device, and their labels."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+@cache
+def pixels(data: Data, name: str, limit: int | None, device: torch.device) -> Pixels:
+    """Load images, at most `limit` of the train and of the test images each."""
+    x, y, x_test, y_test = (torch.from_numpy(array)[:limit] for array in data.images(name, limit))
+    x, x_test = (part.permute(0, 3, 1, 2).contiguous() for part in (x, x_test))
+    return Pixels(*(part.to(device) for part in (x, y, x_test, y_test)))
+
+
+def scaled(x: Tensor) -> Tensor:
+    """The pixels of images from -1 to 1."""
+    return x.float() / 127.5 - 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from mechanic.bench.data import Data
+from mechanic.bench.data import Data, DataKind
 from mechanic.bench.suites.residual import resnet18, wide_resnet
 from mechanic.bench.suites.shared import classification, not_installed
 from mechanic.bench.task import (
@@ -16,6 +16,7 @@ from mechanic.bench.task import (
     BuildSettings,
     Problem,
     Task,
+    constant,
     cosine,
     half_decades,
     shuffled,
@@ -39,6 +40,7 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
 }
 STEPPED = step_decay(0.2, (0.3, 0.6, 0.8))  # epochs 60, 120 and 160 of 200
 SGD_GRID = half_decades(-2, 1)
+CONSTANT_SGD_GRID = half_decades(-3, 0)  # a learning rate that does not fall has to be lower
 
 
 def tasks(data: Data) -> list[Task]:
@@ -78,18 +80,53 @@ def tasks(data: Data) -> list[Task]:
             data.missing("images", "cifar10") or not_installed("transformers"),
         ),
     ]
-    if not cifar_tasks[0].missing:
-        return cifar_tasks
-    digits = Task(
+    has_cifar = not cifar_tasks[0].missing
+    if not has_cifar:
+        cifar_tasks.append(_digits("resnet18-digits8x8", build, SGD_GRID, stepped))
+    return [*cifar_tasks, *_constant_tasks(data, pictures, digits=not has_cifar)]
+
+
+def _constant_tasks(data: Data, pictures: str, digits: bool) -> list[Task]:
+    """The same networks at a learning rate that does not fall."""
+    steady = "constant lr with 5 % warm-up, clip 1"
+    uses: tuple[DataKind, str] = ("images", "cifar10")
+    missing = data.missing(*uses)
+    resnet = Task(
         "vision",
-        "resnet18-digits8x8",
-        {"sgd": SGD_GRID},
-        partial(build, residual_net("digits8x8"), "digits8x8"),
+        "resnet18-cifar10-constant",
+        {"sgd": CONSTANT_SGD_GRID},
+        partial(_build_constant, residual_net("cifar10"), "cifar10"),
         "test_accuracy",
-        f"ResNet-18 of width 8 on 1,442 digits of 8x8, cropped; {stepped}",
+        f"ResNet-18 on {pictures}; SGD, {steady}",
+        uses,
+        missing,
+    )
+    vit = Task(
+        "vision",
+        "vit-cifar10-constant",
+        {"adamw": half_decades(-4, -1)},
+        partial(_build_constant, _vit, "cifar10"),
+        "test_accuracy",
+        f"ViT on {pictures}; {steady}",
+        uses,
+        missing or not_installed("transformers"),
+    )
+    name = "resnet18-digits8x8-constant"
+    if not digits:
+        return [resnet, vit]
+    return [resnet, vit, _digits(name, _build_constant, CONSTANT_SGD_GRID, f"SGD, {steady}")]
+
+
+def _digits(name: str, build_net: Callable[..., Problem], grid: list[float], schedule: str) -> Task:
+    return Task(
+        "vision",
+        name,
+        {"sgd": grid},
+        partial(build_net, residual_net("digits8x8"), "digits8x8"),
+        "test_accuracy",
+        f"ResNet-18 of width 8 on 1,442 digits of 8x8, cropped; {schedule}",
         ("images", "digits8x8"),
     )
-    return [*cifar_tasks, digits]
 
 
 def build(
@@ -119,6 +156,10 @@ def build(
 
 def _build_vit(settings: BuildSettings) -> Problem:
     return build(_vit, "cifar10", settings, cosine(0.05))
+
+
+def _build_constant(net: MakeNet, name: str, settings: BuildSettings) -> Problem:
+    return build(net, name, settings, constant(0.05))
 
 
 class Pictures(NamedTuple):
