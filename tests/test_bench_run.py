@@ -398,6 +398,7 @@ t._run = run
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_share_a_study_on_postgresql(
     postgres: str, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_compiled_step(name: str, whole: bool) -> None:
 
 
 @compiled
+@pytest.mark.nightly
 def test_a_compiled_fused_step_with_a_schedule_and_tensor_lr() -> None:
     one, two = (make_problem(dtype=torch.float64, hidden=16) for _ in range(2))
     opts = []

@@ -66,9 +66,8 @@ def test_runs_unmodified_and_is_tuned(name: str, tmp_path: Path):
         assert max(scales) > 2 * min(scales) > 0
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "plain_loop" else pytest.param(n, marks=slow) for n in QUICK]
-)
+@slow
+@pytest.mark.parametrize("name", QUICK)
 def test_watched_it_prints_what_it_prints_under_python(name: str, tmp_path: Path):
     plain = call(tmp_path, *arguments(name), python=True)
     watched = call(tmp_path, "--dry-run", *arguments(name))

@@ -170,7 +170,7 @@ leave_group()
 """
 
 
-@pytest.mark.parametrize("by", ["--nproc", "torchrun"])
+@pytest.mark.parametrize("by", ["--nproc", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_distributed_is_tuned_on_every_rank_and_reported_once(by: str, tmp_path: Path) -> None:
     write(tmp_path, DISTRIBUTED)
     if by == "--nproc":
