@@ -158,6 +158,7 @@ def test_a_mock_of_the_step_does_not_outlive_its_test():
         before = weight.detach().clone()
         train(mechanize(Own([weight], lr=1.0)), weight, 2)
         assert mocked.call_count == 2
+        assert mocked.hooked.__bool__.call_count == 1  # by torch, when the optimizer is made
         assert torch.equal(weight, before)
     train(mechanize(Own([weight], lr=1.0)), weight, 20)
     assert not torch.equal(weight, before)
@@ -319,3 +320,16 @@ def test_a_step_that_make_fx_traces(mode):
         expected.grad = grad
         plain.step()
         torch.testing.assert_close(weight, expected)
+
+
+def test_one_that_steps_in_the_backward_pass_is_refused():
+    class Lomo(torch.optim.SGD):
+        def fused_backward(self, loss: Any, lr: float) -> None:
+            pass
+
+    own = Lomo([nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"Lomo moves the weights in the backward pass.*Use a base"
+    ):
+        mechanize(own)
+    assert type(own) is Lomo

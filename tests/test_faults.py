@@ -124,8 +124,8 @@ def extreme_steps(name: str, size: float, *, all_of_them: bool) -> Iterator[Run]
 @each_base
 def test_finite_gradients_of_any_size_leave_everything_finite(name, size, all_of_them, request):
     """Denormal ones and those whose squares overflow. No step is skipped, none makes a NaN."""
-    if name in ("SGD", "momentum") and (size, all_of_them) in ((1e30, False), (1e-45, True)):
-        request.applymarker(pytest.mark.xfail(reason="all steps after it are skipped"))
+    if name in ("SGD", "momentum") and all_of_them and size == 1e-45:
+        request.applymarker(pytest.mark.xfail(reason="steps are skipped"))
     for run in extreme_steps(name, size, all_of_them=all_of_them):
         assert all(value.isfinite().all() for value in run.all())
     assert skipped(run.opt) == 0

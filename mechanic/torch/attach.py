@@ -141,6 +141,7 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
             "one. Mechanize the inner optimizer before it is wrapped."
         )
     _refuse_replaced_step(optimizer)
+    _refuse_steps_in_backward(optimizer)
     _refuse_to_clip(optimizer, options)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     made = mechanized_class(base, options)
@@ -237,6 +238,14 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
         )
 
 
+def _refuse_steps_in_backward(optimizer: Optimizer) -> None:
+    if callable(getattr(optimizer, "fused_backward", None)):
+        raise ValueError(
+            f"{type(optimizer).__name__} moves the weights in the backward pass (fused_backward), "
+            "where there is no step to tune. Use a base that moves them in step()."
+        )
+
+
 def _refuse_to_clip(optimizer: Optimizer, options: Options) -> None:
     several = isinstance(optimizer, LBFGS)  # it evaluates gradients of its own
     if options.max_grad_norm < math.inf and (several or optimizer.defaults.get("differentiable")):
@@ -250,7 +259,7 @@ def _refuse_to_clip(optimizer: Optimizer, options: Options) -> None:
 def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A step without the call of step hooks that torch wraps around it: the mechanized step has
     its own, and hooks should run once. torch.compile wraps some once more, marks and all."""
-    while getattr(function, "hooked", False) and hasattr(function, "__wrapped__"):
+    while getattr(function, "hooked", False) is True and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 

@@ -37,6 +37,7 @@ from mechanic.torch.rates import (
     Rate,
     as_factor,
     is_proportional,
+    proportional_lr,
     publish_rates,
     step_name,
     typed_lr,
@@ -308,16 +309,17 @@ def _refuse_nonfinite_update(call: Call, ready: Ready, uu: Tensor) -> None:
 
 
 def _first_share(call: Call, ready: Ready, finite: Flag) -> Tensor:
-    """The share of the stored displacements that Δ is before the step. Before the first update, the
-    unit of the proposals is chosen as the unit of what is stored, so that the stored numbers are
-    the same whatever the learning rate that is typed. Over a process group the unit stays 1: its
-    processes may have other rates."""
+    """The share of the stored displacements that Δ is before the step. It is chosen before the
+    first update, so that the stored numbers are updates at an lr of 1, whatever the one that is
+    typed; those of a base that is run at the typed one (in units of 1) are stored as they are. Over
+    a process group the share stays 1: its processes may have other rates."""
     share: Tensor = ready.numbers.share
     live = [rate.unit for rate in ready.rates.rates if not rate.live.is_no]
     is_over_group = call.mechanism.process_group is not None
     if is_over_group or not call.mechanism.history.is_starting or not live:
         return share
-    first = torch.ones_like(share) * as_factor(live[0], share)
+    unit = torch.ones_like(share) * as_factor(live[0], share)
+    first = torch.where(unit == 1, unit, unit * proportional_lr(half=False))
     is_first = Flag(call.mechanism.counts.read().updates == 0) & Flag(first > 0) & finite
     return is_first.choose(first, share)
 

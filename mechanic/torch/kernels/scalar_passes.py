@@ -44,7 +44,9 @@ from mechanic.torch.kernels.passes import (
     A,
     B,
 )
+from mechanic.torch.rates import proportional_lr
 
+_RUN_AT = tl.constexpr(proportional_lr(half=False))  # the lr at which known bases are run
 _SPAN = tl.constexpr(4096)  # the lanes of what runs over all chunks or tensors
 
 
@@ -141,12 +143,13 @@ def weigh(
 def _first_share(
     packed, counts, group, lr, unit, finite, SHARE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The share of the stored displacements that Δ is. Before the first update, the unit of the
-    proposals is chosen as the unit that displacements are stored in."""
+    """The share of the stored displacements that Δ is, chosen before the first update as
+    `plain._first_share` does."""
     leads = group == tl.min(tl.where(lr != 0.0, group, GROUPS), 0)
     first_unit = tl.sum(tl.where(leads, unit, 0.0), 0)
-    is_first = (tl.load(counts + UPDATES) == 0) & (first_unit > 0.0) & finite
-    return tl.where(is_first, first_unit, tl.load(packed + SHARE))
+    first = tl.where(first_unit == 1.0, first_unit, first_unit * _RUN_AT)
+    is_first = (tl.load(counts + UPDATES) == 0) & (first > 0.0) & finite
+    return tl.where(is_first, first, tl.load(packed + SHARE))
 
 
 @triton.jit
