@@ -1,0 +1,177 @@
+"""The cost of a mechanized step in JAX, as a ratio to the step of optax.adamw.
+
+    python benchmarks/optax_step_cost.py                          # a tiny model, on any device
+    python benchmarks/optax_step_cost.py --size 124M --rounds 50  # GPT-2's shapes, for a GPU
+    python benchmarks/optax_step_cost.py --output FILE.md         # write the table there too
+
+A step is `update` and `apply_updates` in one `jit`, with parameters and state donated. Everything
+is measured in one run, in rounds. A round times one step of every method, so that other work on the
+machine affects all of them alike. The ratio is the median over the rounds of a method's time
+divided by that of adamw in the same round. The first steps, in which Mechanic measures the norm of
+the update, are made before.
+
+Memory is what the compiled step needs at its peak, as the compiler has planned it: arguments,
+results that are not written in their place, and what is stored in between.
+"""
+
+import argparse
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mechanic.optax import mechanize, metrics
+
+WARM_UP = 12  # two more than the steps in which the update is measured
+
+
+class Size(NamedTuple):
+    """The size of a GPT-2."""
+
+    width: int
+    layers: int
+    vocabulary: int
+    context: int
+
+
+SIZES = {
+    "tiny": Size(64, 2, 512, 64),
+    "10M": Size(256, 6, 16384, 512),
+    "124M": Size(768, 12, 50257, 1024),
+}
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "optax.adamw": lambda: optax.adamw(1e-3),
+    "mechanic": lambda: mechanize(optax.adamw(1.0)),
+    "mechanic, displacement in bfloat16": lambda: mechanize(
+        optax.adamw(1.0), displacement="bfloat16"
+    ),
+    'mechanic, preset="paper"': lambda: mechanize(optax.adamw(1.0), preset="paper"),
+    "optax.contrib.mechanize": lambda: optax.contrib.mechanize(optax.adamw(1.0)),
+}
+FIRST = "optax.adamw"
+
+
+def shapes(size: Size) -> dict[str, tuple[int, ...]]:
+    """The parameters of a GPT-2, 12 for each layer and 4 besides."""
+    d = size.width
+    layer = {
+        **{f"{norm}.{part}": (d,) for norm in ("norm1", "norm2") for part in ("scale", "bias")},
+        **{"qkv": (d, 3 * d), "qkv.bias": (3 * d,), "out": (d, d), "out.bias": (d,)},
+        **{"up": (d, 4 * d), "up.bias": (4 * d,), "down": (4 * d, d), "down.bias": (d,)},
+    }
+    every = {f"{i}.{name}": own for i in range(size.layers) for name, own in layer.items()}
+    ends = {"tokens": (size.vocabulary, d), "places": (size.context, d)}
+    return ends | every | {"norm.scale": (d,), "norm.bias": (d,)}
+
+
+def draw(key: Any, like: dict[str, tuple[int, ...]], scale: float, dtype: Any) -> dict[str, Any]:
+    keys = jax.random.split(key, len(like))
+    return {
+        name: scale * jax.random.normal(own, shape, dtype)
+        for own, (name, shape) in zip(keys, like.items(), strict=True)
+    }
+
+
+class Run:
+    """One method, with parameters of its own."""
+
+    def __init__(self, tx: Any, make_params: Callable[[], Any], grads: Any) -> None:
+        self.params = make_params()
+        self.state = jax.tree.map(jnp.copy, tx.init(self.params))  # contrib's holds the parameters
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        self.compiled = jitted.lower(self.params, self.state, grads).compile()
+
+    def step(self, grads: Any) -> float:
+        """Make a step; its seconds, to the end of the last kernel."""
+        began = time.perf_counter()
+        self.params, self.state = self.compiled(self.params, self.state, grads)
+        jax.block_until_ready((self.params, self.state))
+        return time.perf_counter() - began
+
+    @property
+    def bytes(self) -> int:
+        plan = self.compiled.memory_analysis()
+        results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return int(plan.argument_size_in_bytes + results + plan.temp_size_in_bytes)
+
+
+def measure(size: Size, methods: list[str], rounds: int, dtype: Any) -> dict[str, list[str]]:
+    """The cells of a row for each method."""
+    like = shapes(size)
+    new_grads = jax.jit(lambda t: draw(jax.random.fold_in(jax.random.key(1), t), like, 1e-3, dtype))
+    make_params = partial(draw, jax.random.key(0), like, 0.02, dtype)
+    grads = new_grads(0)
+    runs = {name: Run(METHODS[name](), make_params, grads) for name in methods}
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for t in range(WARM_UP + rounds):
+        grads = jax.block_until_ready(new_grads(t))
+        for name, run in runs.items():
+            seconds = run.step(grads)
+            if t >= WARM_UP:
+                times[name].append(seconds)
+    rows = {}
+    for name, run in runs.items():
+        ratios = [own / first for own, first in zip(times[name], times[FIRST], strict=True)]
+        least, most = statistics.quantiles(ratios, n=10)[::8]
+        rows[name] = [
+            f"{1e3 * statistics.median(times[name]):.3f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{least:.2f} to {most:.2f}",
+            f"{run.bytes / 2**20:,.1f}",
+            f"{run.bytes / runs[FIRST].bytes:.2f}",
+        ]
+        if name.startswith("mechanic"):
+            assert int(metrics(run.state)["skipped"]) == 0
+    return rows
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    head = ["method", "ms", "ratio", "nine of ten", "MiB at the peak", "ratio of memory"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines += [[f"`{name}`", *cells] for name, cells in rows.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds must be at least 2, got {args.rounds}")
+    methods = list(dict.fromkeys([FIRST, *args.methods]))
+    size = SIZES[args.size]
+    count = sum(int(jnp.prod(jnp.array(shape))) for shape in shapes(size).values())
+    device = jax.devices()[0]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax"))
+    head = (
+        f"{args.size}: {count:,} parameters in {len(shapes(size))} arrays of {args.dtype}, "
+        f"{args.rounds} rounds, on {device.device_kind} ({device.platform}, {platform.machine()}), "
+        f"{packages}, {datetime.date.today()}\n"
+    )
+    text = f"{head}\n{table(measure(size, methods, args.rounds, jnp.dtype(args.dtype)))}\n"
+    print(text)
+    if args.output:
+        args.output.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

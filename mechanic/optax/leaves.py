@@ -1,0 +1,67 @@
+"""The arrays that take part in a step, side by side."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from mechanic.arrays import Array
+from mechanic.optax import vectors
+
+
+class Leaves(NamedTuple):
+    """The arrays of a step. An entry whose gradient is None has none, or cannot be moved."""
+
+    structure: Any
+    """That of the gradients, in which None is a leaf"""
+    grads: list[Any]
+    params: list[Any]
+    stored: list[Any]
+    """The displacements, as they are stored"""
+
+    @property
+    def live(self) -> list[tuple[Array, Array, Array]]:
+        """The gradient, parameter and displacement of each array that takes part."""
+        rows = zip(self.grads, self.params, self.stored, strict=True)
+        return [(grad, param, stored) for grad, param, stored in rows if grad is not None]
+
+    @property
+    def size(self) -> int:
+        """The number of elements that take part, complex ones as two."""
+        return sum(p.size * (2 if p.dtype.kind == "c" else 1) for _, p, _ in self.live)
+
+    def of_live(self, tree: Any, what: str) -> list[Array]:
+        """The arrays of a tree like the gradients, of those that take part."""
+        found = up_to(self.structure, tree, what)
+        return [own for own, grad in zip(found, self.grads, strict=True) if grad is not None]
+
+    def merged(self, own: list[Array], others: Any) -> Any:
+        """A tree like the gradients: `own` where an array takes part, else what is in `others`."""
+        rest = iter(own)
+        rows = zip(self.grads, up_to(self.structure, others, "the other tree"), strict=True)
+        return self.structure.unflatten(
+            [other if grad is None else next(rest) for grad, other in rows]
+        )
+
+
+def gather(grads: Any, params: Any, displacement: Any) -> Leaves:
+    """The arrays of a step."""
+    found, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
+    own = up_to(structure, params, "the parameters")
+    stored = up_to(structure, displacement, "the state")
+    movable = [
+        grad if vectors.is_inexact(param) and vectors.is_inexact(grad) else None
+        for grad, param in zip(found, own, strict=True)
+    ]
+    return Leaves(structure, movable, own, stored)
+
+
+def up_to(structure: Any, tree: Any, what: str) -> list[Any]:
+    """The parts of a tree that stand where the gradients have a leaf."""
+    try:
+        return list(structure.flatten_up_to(tree))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{what} must be a tree of the same structure as the gradients, which is {structure}, "
+            f"but is {jax.tree.structure(tree)}. Call update(grads, state, params) with gradients "
+            "of those parameters that init(params) was given."
+        ) from error

@@ -1,0 +1,95 @@
+"""The sums that a step measures, one for each array of the parameters at first: an array that has
+not moved, and does not, has no part in ‖g‖².
+
+Where parameters are sharded, every sum needs the other devices. All sums of a pass come out of one
+step of the compiler, which makes one small all-reduce of them.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from mechanic import tuner
+from mechanic.arrays import Array
+from mechanic.optax import vectors
+from mechanic.optax.leaves import Leaves
+from mechanic.optax.state import Numbers
+from mechanic.options import Options
+
+
+class Parts(NamedTuple):
+    """The sums that need not wait for the base."""
+
+    dg: Array
+    """⟨Δ, g⟩"""
+    gg: Array
+    """‖g‖², one for each array that takes part"""
+    dd: Array
+    """‖Δ‖², of the same arrays"""
+    idle: Array
+    """‖Δ‖² of the arrays that have no gradient"""
+    dx: Array
+    xx: Array
+
+
+class Late(NamedTuple):
+    """The sums that are taken in the first steps alone, and when the learning rate rises."""
+
+    uu: Array
+    """‖u‖², one for each array that takes part"""
+    reference_square: Array
+    """‖x‖² without absurd elements"""
+
+
+def measure(options: Options, leaves: Leaves, numbers: Numbers) -> Parts:
+    """Take the sums of a step."""
+    zero, share, dtype = jnp.zeros_like(numbers.share), numbers.share, numbers.share.dtype
+    rule = tuner.RULES[options.preset]
+    squares = takes_cosine = rule.takes_cosine or options.s_init == "relative"
+    squares = squares or tuner.reads_x(options) or options.max_grad_norm < math.inf
+    dg = total([vectors.inner(stored, grad, dtype) for grad, _, stored in leaves.live], zero)
+    gg = [vectors.square(grad, dtype) if squares else zero for grad, _, _ in leaves.live]
+    dd = [vectors.square(stored, dtype) if takes_cosine else zero for _, _, stored in leaves.live]
+    idle = [
+        vectors.square(stored, dtype)
+        for grad, stored in zip(leaves.grads, leaves.stored, strict=True)
+        if grad is None and takes_cosine and vectors.is_inexact(stored)
+    ]
+    dx = xx = zero
+    if tuner.reads_x(options) and not rule.decays_after_base:
+        dx, xx = decay_sums(leaves, [param for _, param, _ in leaves.live], numbers)
+    return Parts(
+        dg=dg * share,
+        gg=_stacked(gg, zero),
+        dd=_stacked(dd, zero) * share**2,
+        idle=total(idle, zero) * share**2,
+        dx=dx,
+        xx=xx,
+    )
+
+
+def decay_sums(leaves: Leaves, points: list[Array], numbers: Numbers) -> tuple[Array, Array]:
+    """⟨Δ, x⟩ and ‖x‖², where x are points, one for each array that takes part."""
+    zero, dtype = jnp.zeros_like(numbers.share), numbers.share.dtype
+    pairs = zip(leaves.live, points, strict=True)
+    dx = total([vectors.inner(stored, point, dtype) for (_, _, stored), point in pairs], zero)
+    xx = total([vectors.square(point, dtype) for point in points], zero)
+    return dx * numbers.share, xx
+
+
+def measure_late(leaves: Leaves, updates: list[Array], numbers: Numbers) -> Late:
+    """Take the sums that need the update of the base."""
+    zero, dtype = jnp.zeros_like(numbers.share), numbers.share.dtype
+    uu = [vectors.square(update, dtype) for update in updates]
+    x1 = [vectors.robust_square(param, numbers.absurd) for _, param, _ in leaves.live]
+    return Late(_stacked(uu, zero), total(x1, zero))
+
+
+def total(terms: list[Array], zero: Array) -> Array:
+    """The sum of scalars."""
+    return jnp.sum(jnp.stack(terms)) if terms else zero
+
+
+def _stacked(terms: list[Array], zero: Array) -> Array:
+    return jnp.stack(terms) if terms else zero[None][:0]

@@ -1,0 +1,329 @@
+"""`mechanize` for optax: a transformation that learns the scale of another one's updates.
+
+    measure → run the base → tune → move
+
+A step makes two passes over the parameters: the sums read gradients and displacements, and
+everything else is computed where the compiler needs it, in the pass that writes the new state.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mechanic import tuner
+from mechanic.arrays import Array
+from mechanic.optax import own_point, vectors
+from mechanic.optax.leaves import Leaves, gather
+from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_late
+from mechanic.optax.rates import find_rate, next_rates
+from mechanic.optax.state import Counts, MechanicState, Numbers, Rates, chosen, new_state
+from mechanic.options import Options, Preset
+
+FIRST_STEPS = 10
+"""The norm of the update itself is measured in so many first steps. A base is then least likely to
+do what it did the step before."""
+
+# A hundredth of float32's largest number: what it bounds grows by a few times in one step.
+_FARTHEST = 1e36
+
+NO_PARAMS = (
+    "params must be given, got None: the sums of a step read where the parameters are. "
+    "Call update(grads, state, params)."
+)
+
+Rate = float | Array | Callable[[Array], Array] | None
+
+
+def mechanize(
+    tx: optax.GradientTransformation,
+    *,
+    learning_rate: Rate = None,
+    preset: Preset = "default",
+    s_init: float | Literal["relative"] | None = None,
+    s_decay: float | None = None,
+    betas: tuple[float, ...] | None = None,
+    max_scale: float = math.inf,
+    skip_nonfinite: bool = True,
+    max_grad_norm: float = math.inf,
+    displacement: Literal["float32", "bfloat16"] = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    """Learn the scale of the updates of a transformation while training runs.
+
+    The learning rate that `tx` was made with may be any: its schedule counts as a shape, and its
+    size is learned. Further arguments of `update` are passed on to `tx`.
+
+    Args:
+        tx: the base, with its learning rate in it.
+        learning_rate: the number or the schedule that `tx` was made with, if the tuner should know
+            of it. It is found by itself under `optax.inject_hyperparams`. With it nothing moves at
+            a rate of 0, a warm-up of more than ten steps is followed exactly, and
+            `effective_learning_rate(state)` needs no argument.
+        preset: the rule that tunes: `default`, or one as published.
+        s_init: the first scale that is not 0; None stands for the preset's, here and below.
+        s_decay: the λ of Algorithm 1.
+        betas: the discount of each tuner.
+        max_scale: a cap on the scale.
+        skip_nonfinite: skip a step whose gradients hold NaN or inf.
+        max_grad_norm: clip the norm of the gradients, inside the step.
+        displacement: the dtype of the one slot that is kept for each parameter.
+
+    Returns:
+        A transformation, whose `update` needs `params`.
+
+    Raises:
+        ValueError: if an option is out of range, or `tx` is no transformation.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from mechanic.optax import mechanize, scale
+    >>> tx = mechanize(optax.adamw(1.0))
+    >>> params = jnp.ones(3)
+    >>> state, update = tx.init(params), jax.jit(tx.update)
+    >>> for _ in range(150):
+    ...     updates, state = update(2 * (params - 3), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(abs(params - 3).max() < 0.1), bool(scale(state) > 0)
+    (True, True)
+    """
+    _check(tx)
+    options = Options(
+        preset=preset,
+        s_init=s_init,
+        s_decay=s_decay,
+        betas=betas,  # type: ignore[arg-type]
+        max_scale=max_scale,
+        skip_nonfinite=skip_nonfinite,
+        max_grad_norm=max_grad_norm,
+        displacement=displacement,
+    )
+    base = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> MechanicState:
+        state = base.init(params)
+        knows_rate = find_rate(learning_rate, state, jnp.zeros((), jnp.int32)) is not None
+        return new_state(options, params, state, knows_rate=knows_rate)
+
+    def update(
+        grads: Any, state: MechanicState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MechanicState]:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        return _step(options, base, learning_rate, grads, state, params, extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(tx: Any) -> None:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(
+            f"tx must be an optax.GradientTransformation, got {tx!r}. "
+            "Call mechanize(optax.adamw(1.0))."
+        )
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError(
+            "mechanize takes a transformation, and optax.MultiSteps is a wrapper around one. "
+            "Call optax.MultiSteps(mechanize(tx), every_k_schedule=...)."
+        )
+
+
+class Ready(NamedTuple):
+    """What there is to know of a step before the tuner learns from it."""
+
+    leaves: Leaves
+    parts: Parts
+    late: Late
+    updates: list[Array]
+    """What the base proposes"""
+    finite: Array | bool
+    """Whether the step is made"""
+    live: Array | bool
+    """Whether the learning rate is not 0, as far as that is known"""
+
+
+class Coefficients(NamedTuple):
+    """How a step moves: x ← x + x_per_stored·stored + scale·u and
+    stored ← kept·stored + stored_per_update·u."""
+
+    x_per_stored: Array
+    scale: Array
+    stored_per_update: Array
+    kept: Array
+
+
+def _step(
+    options: Options,
+    base: Any,
+    learning_rate: Rate,
+    grads: Any,
+    state: MechanicState,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, MechanicState]:
+    leaves = gather(grads, params, state.displacement)
+    parts = measure(options, leaves, state.numbers)
+    if options.max_grad_norm < math.inf:
+        leaves, parts, grads = _clip(options, leaves, parts, grads)
+    point = own_point.shown(state, params)
+
+    def propose() -> tuple[Any, Any]:
+        return base.update(grads, state.base, point, **extra_args)  # type: ignore[no-any-return]
+
+    proposal, base_state = propose()
+    updates = leaves.of_live(proposal, "what the base proposes")
+    rates = next_rates(learning_rate, base_state, state)
+    late = _late(options, leaves, state, rates, propose)
+    finite = _is_finite(options, state.numbers, parts, late)
+    live = _is_live(options, state, rates, late)
+    ready = Ready(leaves, parts, late, updates, finite, live)
+    numbers, by = _tune(options, ready, state.numbers)
+    base_state = own_point.follow_reference(base_state, state, by.kept)
+    moves, stored = _move(ready, by, state.counts.steps)
+    after = MechanicState(
+        base=chosen(finite, base_state, state.base) if options.skip_nonfinite else base_state,
+        displacement=leaves.merged(stored, state.displacement),
+        numbers=chosen(finite, numbers, state.numbers),
+        counts=_counted(state.counts, finite, live),
+        rates=chosen(finite, rates, state.rates),
+    )
+    return leaves.merged(moves, proposal), after
+
+
+def _clip(options: Options, leaves: Leaves, parts: Parts, grads: Any) -> tuple[Leaves, Parts, Any]:
+    """Clip the norm of the gradients, as `torch.nn.utils.clip_grad_norm_` does; the sums follow."""
+    norm = jnp.sqrt(jnp.sum(parts.gg))
+    factor = jnp.minimum(options.max_grad_norm / (norm + 1e-6), 1.0)
+    own = [(grad * factor.astype(grad.dtype)).astype(grad.dtype) for grad, _, _ in leaves.live]
+    rest = iter(own)
+    clipped = [None if grad is None else next(rest) for grad in leaves.grads]
+    parts = parts._replace(dg=parts.dg * factor, gg=parts.gg * factor**2)
+    return leaves._replace(grads=clipped), parts, leaves.merged(own, grads)
+
+
+def _late(
+    options: Options,
+    leaves: Leaves,
+    state: MechanicState,
+    rates: Rates | None,
+    propose: Callable[[], tuple[Any, Any]],
+) -> Late:
+    """The norm of the update in the first steps, and when the learning rate has risen; 0 in the
+    others. The branch runs the base once more: to hand its update over would be to store it."""
+    numbers, counts = state.numbers, state.counts
+    none = Late(
+        jnp.zeros_like(numbers.share, shape=len(leaves.live)), jnp.zeros_like(numbers.share)
+    )
+    if options.s_init != "relative" or not leaves.live:
+        return none
+    is_needed = (counts.updates < FIRST_STEPS) | (numbers.size == 0)
+    if rates is not None and state.rates is not None:
+        is_needed = is_needed | (rates.measured != state.rates.measured)
+
+    def take() -> Late:
+        updates = leaves.of_live(propose()[0], "what the base proposes")
+        return jax.lax.stop_gradient(measure_late(leaves, updates, numbers))
+
+    if not isinstance(is_needed, jax.core.Tracer):  # a branch would be compiled in every step
+        return take() if is_needed else none
+    late: Late = jax.lax.cond(is_needed, take, lambda: none)
+    return late
+
+
+def _is_finite(options: Options, numbers: Numbers, parts: Parts, late: Late) -> Array:
+    """Whether all gradients are finite (a NaN or inf in one of them is one in ⟨Δ, g⟩, even at
+    Δ = 0), and the update too where it is measured; and whether neither S·Δ nor what is stored of
+    it is so large that the next could be infinite."""
+    if not options.skip_nonfinite:
+        return jnp.ones_like(parts.dg, dtype=bool)
+    length = jnp.sqrt(jnp.sum(parts.dd) + parts.idle)
+    is_near = ~(jnp.maximum(numbers.scale, 1 / numbers.share) * length > _FARTHEST)
+    return jnp.isfinite(parts.dg) & jnp.isfinite(jnp.sum(late.uu)) & is_near
+
+
+def _is_live(options: Options, state: MechanicState, rates: Rates | None, late: Late) -> Array:
+    """Whether the tuner learns from a step: not at a learning rate of 0. Where the rate is not
+    known, an update of 0 stands for it in the first steps, in which the update is measured."""
+    if rates is not None:
+        return rates.typed != 0
+    if options.s_init != "relative":
+        return jnp.ones_like(state.counts.steps, dtype=bool)
+    return (state.counts.updates >= FIRST_STEPS) | (jnp.sum(late.uu) > 0)
+
+
+def _tune(options: Options, ready: Ready, had: Numbers) -> tuple[Numbers, Coefficients]:
+    """What the tuner knows after the step, and how the parameters move. The coefficients are
+    constants to whoever takes a derivative."""
+    takes_part = ready.live & ready.finite
+    sums = jax.lax.stop_gradient(_sums(options, ready, had))
+    after, retained = tuner.update(options, had.tuner, sums)
+    retained = jnp.where(takes_part, retained, 1.0)
+    share = jnp.where(retained > 0, retained * had.share, had.share)
+    kept = jnp.where(retained > 0, 1.0, 0.0)
+    scale = jnp.where(takes_part, tuner.scale_of(after), had.scale)
+    numbers = had._replace(
+        tuner=chosen(takes_part, after, had.tuner),
+        scale=scale,
+        share=share,
+        signal=jnp.where(takes_part, sums.dg, had.signal),
+        reference_square=sums.x1,
+        size=sums.d,
+    )
+    pull = jnp.where(takes_part, (scale * share - had.scale * had.share) * kept, 0.0)
+    # A compiler might compute the rule again for every array that it moves.
+    settled: tuple[Numbers, Coefficients] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
+        (numbers, Coefficients(pull, scale, 1 / share, kept))
+    )
+    return settled
+
+
+def _sums(options: Options, ready: Ready, had: Numbers) -> tuner.Sums:
+    """The sums as the rule is told of them."""
+    parts, late, leaves = ready.parts, ready.late, ready.leaves
+    is_first, moves = had.size == 0, (parts.dd > 0) | (late.uu > 0)
+    if not tuner.RULES[options.preset].takes_cosine:
+        moves = jnp.ones_like(moves)
+    dx, xx = parts.dx, parts.xx
+    if tuner.RULES[options.preset].decays_after_base:
+        rows = zip(leaves.live, ready.updates, strict=True)
+        dx, xx = decay_sums(leaves, [param + update for (_, param, _), update in rows], had)
+    return tuner.Sums(
+        dg=parts.dg,
+        dx=dx,
+        gg=jnp.sum(jnp.where(moves, parts.gg, 0.0)),
+        xx=xx,
+        x1=jnp.where(is_first, late.reference_square, had.reference_square),
+        d=jnp.where(is_first, float(leaves.size), had.size),
+        dd=jnp.sum(parts.dd) + parts.idle,
+        uu=jnp.sum(late.uu),
+    )
+
+
+def _move(ready: Ready, by: Coefficients, step: Array) -> tuple[list[Array], list[Array]]:
+    """The updates of the parameters, and what is then stored of their displacements."""
+    moves, nexts = [], []
+    by = jax.lax.stop_gradient(by)
+    for (_, param, stored), update in zip(ready.leaves.live, ready.updates, strict=True):
+        wide = vectors.working_dtype(param.dtype)
+        pull, scale, per_update, kept = (value.astype(wide) for value in by)
+        delta, u = stored.astype(wide), update.astype(wide)
+        move = pull * delta + scale * u
+        if wide != param.dtype:  # so that the sum, rounded, is the point that is meant
+            x = param.astype(wide)
+            point = vectors.dither(x + move, param.dtype, step).astype(wide)
+            move = jnp.where(jnp.isfinite(x), point - x, 0.0)
+        after = vectors.dither(kept * delta + per_update * u, stored.dtype, step, later=True)
+        moves.append(jnp.where(ready.finite, move, 0.0).astype(param.dtype))
+        nexts.append(jnp.where(ready.finite, after, stored))
+    return moves, nexts
+
+
+def _counted(counts: Counts, finite: Array, live: Array) -> Counts:
+    done, one = finite.astype(jnp.int32), optax.safe_increment
+    return Counts(
+        steps=jnp.where(finite, one(counts.steps), counts.steps),
+        updates=jnp.where(finite & live, one(counts.updates), counts.updates),
+        skipped=jnp.where(finite, counts.skipped, one(counts.skipped)),
+        skipped_in_a_row=(counts.skipped_in_a_row + 1) * (1 - done),
+    )
