@@ -165,10 +165,13 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
     cosine = finite(divide(-h, xp.sqrt(sums.dd * sums.gg)))
     largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
-    c = divide(cosine, largest_cosine)
     fall = finite(-S * h)
     largest_change = maximum(abs(fall), state.largest_change)
     stake = _raised(state.stake, fall)
+    much = _much(fall, state.recent_fall)
+    # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
+    rest = 1 - cosine * cosine * (1 - much)
+    c = divide(rest * cosine, largest_cosine)
 
     # After a fall larger than any change before, what was counted until then counts as much less:
     # less was at stake.
@@ -178,7 +181,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     step = _speed(hesitation, cosine) * abs(c)
     # Without noise, where cosines come close to 1, one of some size against Δ says that the run
     # diverges, however slow the tuner has become.
-    divergence = (largest_cosine * cosine) ** 2
+    divergence = largest_cosine**2 * much * cosine * cosine
     by = _factor(c, hesitation, step, divergence, _worth(fall, stake))
     brake = _brake(fall, largest_change, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
@@ -190,7 +193,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
 
     top = maximum(state.top * shrunk, xp.where(state.hesitation > 0, 0.0, tuned))
     is_lost = xp.where(state.hesitation > 0, top * LOST, 0.0) > tuned
-    past = xp.where(is_lost, 0.0, _past(by))
+    past = xp.where(is_lost, 0.0, 1 + rest * (_past(by) - 1))
     retained = xp.where(S > 0, divide(xp.where(known > 0, past, 1.0) * S, tuned), 1.0)
     learned = {
         "largest_cosine": largest_cosine,
@@ -210,6 +213,13 @@ def _raised(stake: Array, fall: Array) -> Array:
     xp = namespace(stake)
     most = xp.where(stake > 0, OUTLIER * stake, math.inf)
     return maximum(maximum(fall, xp.clip(-fall, None, most)), stake)
+
+
+def _much(fall: Array, recent_fall: Array) -> Array:
+    """How much is at stake, from 0 to 1, beside what was of late."""
+    xp = namespace(fall)
+    part = divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
+    return xp.where(recent_fall > 0, part, 1.0)
 
 
 def _speed(hesitation: Array, cosine: Array) -> Array:

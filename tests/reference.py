@@ -134,7 +134,9 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     R = max(R, abs(fall))
     L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, blown * L))
     m = max(np.mean(betas) * m, abs(cosine))
-    c = cosine / m if m > 0 else 0.0
+    much = min(1.0, abs(fall) / r) if r > 0 else 1.0
+    rest = 1 - cosine**2 * (1 - much)
+    c = rest * cosine / m if m > 0 else 0.0
 
     # The scale
     k = 1 / (1 + v / 2) if ended else (1 + max(cosine, 0)) / 2
@@ -142,7 +144,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     if c > 0:
         by = 1 + worth**2 * k * c
     elif c < 0:
-        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + (cosine * m) ** 2))
+        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + much * (cosine * m) ** 2))
     else:
         by = 1.0
     new = S * by
@@ -156,7 +158,7 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
 
     # Has Δ been wrong?
     top = top if ended else max(top, new)
-    past = by ** (0.25 if by > 1 else 0.5)
+    past = 1 + rest * (by ** (0.25 if by > 1 else 0.5) - 1)
     q = past * S / new if S > 0 else 1.0
     if ended and new < 0.1 * top:
         q, v, top = 0.0, v / 4, new

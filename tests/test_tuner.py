@@ -333,7 +333,9 @@ def test_a_smaller_cosine_than_before_raises_it_less(cosine):
 def test_the_first_step_against_the_displacement_ends_the_ramp():
     S = sizes(Options(betas=(1.0,)), [*RAMP, fixed(1.0, 0.1), fixed(1.0, 0.1)])
     assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01 / 4), rel=1e-12)
-    assert S[-1] / S[-2] == pytest.approx(1 / (1 + 0.2 * 2 / 2.2 + 0.01 / 4), rel=1e-12)
+    much = S[-2] / (0.95 * S[-4])  # of the fall of late
+    c = 0.2 * (1 - 0.01 * (1 - much))
+    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 4), rel=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
@@ -421,7 +423,9 @@ def test_a_blow_up_leaves_the_scale_free_to_come_back(size, times):
     assert pytest.approx(4 * times * before.largest_change, rel=1e-9) == again.stake
     # A step along Δ of a twentieth of the largest before counts in full, as it did then.
     S = sizes(options, [*steps, fixed(-0.05 * before.largest_change / blown.s.sum(), 1e-3)])
-    assert S[-1] / S[-2] == pytest.approx(1 + speed(blown.hesitation) * 1e-3 / 0.5, rel=1e-9)
+    much = 0.05 * before.largest_change / blown.recent_fall
+    c = 1e-3 / 0.5 * (1 - 1e-6 * (1 - much))
+    assert S[-1] / S[-2] == pytest.approx(1 + speed(blown.hesitation) * c, rel=1e-9)
 
 
 @pytest.mark.parametrize("begins", [1e-3, 1e3])
@@ -445,9 +449,10 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     last = run(options, steps)[0][-1]
     h = part * tuner.LEAST * last.largest_change / last.s.sum()
     rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
-    k = speed(last.hesitation)
+    much = part * tuner.LEAST * last.largest_change / last.recent_fall
+    k = speed(last.hesitation) * (1 - 0.5**2 * (1 - much))
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * k, rel=1e-9)
-    assert fall[-2] / fall[-1] == pytest.approx(1 + part * (k + 0.5**4), rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + part * (k + much * 0.5**4), rel=1e-9)
 
 
 @light
@@ -473,14 +478,16 @@ def test_a_rise_that_goes_on_is_an_outlier_only_while_it_grows(growth, factor):
 @pytest.mark.parametrize("cosine", [1e-6, 0.5, 1.0])
 @pytest.mark.parametrize("share", [-3.0, -0.3, -0.01, 0.01, 0.3, 3.0])
 def test_the_past_follows_by_a_root(cosine, share):
-    """The second where the scale falls, the fourth where it rises."""
+    """The second where the scale falls, the fourth where it rises; less where g lies along Δ and
+    little is at stake, beside what was of late."""
     ramp = [fixed(-1.0, cosine)] * 8
     before = run(Options(), [*ramp, fixed(1e-9, cosine)])[0][-1]
     h = -share * before.recent_fall / before.s.sum()
     states, keeps = run(Options(), [*ramp, fixed(1e-9, cosine), fixed(h, cosine)])
     S = [state.s.sum() for state in states]
     past, by = keeps[-1] * S[-1] / S[-2], S[-1] / S[-2]
-    assert past == pytest.approx(by**0.25 if share > 0 else by**0.5)
+    by = by**0.25 if share > 0 else by**0.5
+    assert past == pytest.approx(1 + (1 - cosine**2 * (1 - min(1, abs(share)))) * (by - 1))
     assert (past > 1) == (share > 0)
 
 

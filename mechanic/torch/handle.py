@@ -125,7 +125,7 @@ class Tuner:
         ranks = mechanism.find_ranks(self._optimizer)
         if process_group is None and ranks is not None:
             process_group = ranks.group
-        return agree(mechanism.scalars.packed.reshape(-1), process_group)
+        return agree(mechanism.scalars.shared.reshape(-1), process_group)
 
     def suggest_lr(self) -> list[float]:
         """The learning rate to type for the plain optimizer, one for each group: with the same

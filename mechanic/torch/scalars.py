@@ -80,6 +80,13 @@ class Scalars:
         """The scale S, as a view."""
         return self.packed[BESIDE_STATE.index("scale"), 0]
 
+    @property
+    def shared(self) -> Tensor:
+        """The rows that are the same in all processes. The totals of learning rates are not where
+        each process has rates of its own."""
+        totals = BESIDE_STATE.index("typed_total"), len(BESIDE_STATE)
+        return torch.cat([self.packed[: totals[0]], self.packed[totals[1] :]])
+
     def to(self, home: torch.device) -> None:
         """Move to another device."""
         self.packed = self.packed.to(home, scalar_dtype(home))
