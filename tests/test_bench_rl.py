@@ -135,6 +135,7 @@ def test_the_return_ends_with_the_episode() -> None:
     assert mine == pytest.approx(np.mean(totals))
 
 
+@pytest.mark.nightly
 def test_ppo_learns_to_balance_and_the_score_is_minus_the_return(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

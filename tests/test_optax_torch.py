@@ -151,7 +151,8 @@ def saved_tuner(optimizer):
     return optimizer.state_dict()["param_groups"][0]["mechanic"]
 
 
-@pytest.mark.parametrize("base", [row("adamw"), row("momentum", by_day=False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("base", [row("adamw"), row("momentum")])
 def test_an_mlp_trained_half_in_each(base):
     make, tx = BASES[base]
     whole = Mlp()

@@ -49,7 +49,7 @@ def test_these_are_the_examples_that_know_nothing_of_the_library():
 
 
 slow = pytest.mark.nightly
-BY_DAY = ("plain_loop", "gan", "lightning_module")  # and below a module that uses accelerate
+BY_DAY = ("plain_loop", "lightning_module")
 
 
 @pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=slow) for n in QUICK])
@@ -85,6 +85,7 @@ def lines(output: str) -> list[str]:
     return [TIMES.sub(" ", line) for line in output.replace("\r", "\n").splitlines()]
 
 
+@slow
 def test_a_module_that_a_package_ships(tmp_path: Path):
     """Accelerate's own script: ten trainings, and assertions that they end at the same weights."""
     module = "accelerate.test_utils.scripts.test_script"
