@@ -171,6 +171,7 @@ def test_killed_many_times_the_table_is_that_of_an_undisturbed_run(
     assert tables[0].count("prodigy") == 1
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_is_a_failure_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,6 +337,7 @@ def test_an_optimizer_without_a_learning_rate_of_its_own(tmp_path: Path) -> None
     assert all(row["effective_lr"][0] > 0 for row in Logged(tmp_path / "log").of("OwnRate")[5:])
 
 
+@pytest.mark.nightly
 def test_bases_closures_tensors_and_compiled_steps(tmp_path: Path) -> None:
     write(
         tmp_path,
