@@ -173,6 +173,19 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     return np.full(n, new / n), q
 
 
+def note_shares(monkeypatch):
+    """The shares of Δ that the default rule keeps from now on, as they come."""
+    kept, rule = [], multiplied
+
+    def noted(*args, **options):
+        scale, share = rule(*args, **options)
+        kept.append(share)
+        return scale, share
+
+    monkeypatch.setitem(globals(), "multiplied", noted)
+    return kept
+
+
 def algorithm2(hs, W0, beta=1.0, *, q_sign=-1.0):
     """Algorithm 2 on the signals h_1, ..., h_T: the scales s_1, ..., s_T and wealths W_1, ..., W_T.
 

@@ -8,7 +8,7 @@ from cases import case
 from torch.optim.lr_scheduler import LambdaLR
 
 from mechanic.bench.data import Data
-from mechanic.bench.methods import METHODS, choose
+from mechanic.bench.methods import METHODS, RunningMethod, choose
 from mechanic.bench.suites import SUITES
 from mechanic.bench.task import BuildSettings, Problem, Task, constant, linear
 from mechanic.bench.train import DivergedError, Outcome, train
@@ -161,13 +161,17 @@ def test_dog_is_judged_by_its_average() -> None:
     torch.testing.assert_close(problem.model.weight.detach(), average)
 
 
-def test_schedule_free_is_judged_at_x_not_y() -> None:
-    problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
-    live = METHODS["schedulefree-adamw"].build(problem, "", 0.1)
-    for _ in range(30):
+def take_steps(live: RunningMethod, problem: Problem, steps: int) -> None:
+    for _ in range(steps):
         live.optimizer.zero_grad()
         problem.loss(next(problem.batches)).backward()
         live.optimizer.step()
+
+
+def test_schedule_free_is_judged_at_x_not_y() -> None:
+    problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
+    live = METHODS["schedulefree-adamw"].build(problem, "", 0.1)
+    take_steps(live, problem, 30)
     y = problem.model.weight.detach().clone()
     z = live.optimizer.state[problem.model.weight]["z"]
     live.before_evaluation()
@@ -179,10 +183,7 @@ def test_schedule_free_is_judged_at_x_not_y() -> None:
 def test_prodigy_plus_schedule_free_is_judged_at_x_not_y() -> None:
     problem = quadratic().build(BuildSettings("smoke", 0, CPU, Data()))
     live = METHODS["prodigy-plus-schedule-free"].build(problem, "", 1.0)
-    for _ in range(200):
-        live.optimizer.zero_grad()
-        problem.loss(next(problem.batches)).backward()
-        live.optimizer.step()
+    take_steps(live, problem, 200)
     assert live.rate() > 1e-4  # it has left its first guess of 1e-6
     y = problem.model.weight.detach().clone()
     z = live.optimizer.state[problem.model.weight]["z"].clone()

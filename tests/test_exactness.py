@@ -249,15 +249,7 @@ def test_a_displacement_that_was_wrong_is_forgotten(problem, base, monkeypatch):
     clean, base = PROBLEMS[problem], BASES[base]
 
     turned = scaled(clean, lambda t: -1.0 if 12 <= t < STEPS // 3 else 1.0)
-    kept = []
-
-    def multiplied(*args, **options):
-        scale, share = rule(*args, **options)
-        kept.append(share)
-        return scale, share
-
-    rule = reference.multiplied
-    monkeypatch.setattr(reference, "multiplied", multiplied)
+    kept = reference.note_shares(monkeypatch)
     trajectory = train(turned, base, torch.float64)
     expected = expect(turned, base, "default")
     assert 0 in kept

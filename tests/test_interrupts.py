@@ -322,7 +322,7 @@ def test_a_thread_that_reads_sees_the_weights_before_or_after(name):
     "room",
     [
         "mechanic.torch.measure.measure",
-        "mechanic.torch.scalars.advance",
+        "mechanic.advance.advance",
         "mechanic.torch.base.copy_params",
     ],
 )
@@ -346,7 +346,7 @@ def test_a_fault_before_the_move_leaves_everything(room, error, monkeypatch):
             run.optimizer.step()
     assert are_equal(run.everything(), before)
     assert [group["lr"] for group in run.optimizer.param_groups] == [g["lr"] for g in groups]
-    if room != "mechanic.torch.scalars.advance":  # the base had not run yet
+    if room != "mechanic.advance.advance":  # the base had not run yet
         run.optimizer.step()
         assert are_equal(run.everything(), expected)
 

@@ -15,9 +15,10 @@ from triton import jit, next_power_of_2
 from triton import language as tl
 
 from mechanic import tuner as rules
+from mechanic.advance import advance
 from mechanic.options import Options
 from mechanic.torch.kernels.rule import GIVEN, STEP_SUMS, write_rule
-from mechanic.torch.scalars import advance, rows_of
+from mechanic.torch.scalars import rows_of
 
 pytestmark = on_kernels
 

@@ -208,7 +208,7 @@ def _table(comparison: Comparison) -> Table:
         table.add_row(
             summary.method.label,
             f"{summary.mean:+.2f} %",
-            f"{summary.lost} of {summary.runs}",
+            summary.lost_of_runs,
             f"{summary.worst:+.2f} %",
             f"{summary.rank:.2f}",
             f"{summary.rows}",

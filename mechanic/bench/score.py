@@ -151,6 +151,11 @@ class Summary:
     runs: int
     """The number of its runs, counted in the same way."""
 
+    @property
+    def lost_of_runs(self) -> str:
+        """In words: "3 of 60"."""
+        return f"{self.lost} of {self.runs}"
+
 
 @dataclass(frozen=True)
 class Duel:

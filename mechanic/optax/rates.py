@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mechanic.advance import RISE
 from mechanic.arrays import Array
 from mechanic.optax.state import MechanicState, Rates
-
-RISE = 1.1
-"""A learning rate may rise by this factor before the update is measured again."""
 
 LEARNING_RATE = "learning_rate"
 

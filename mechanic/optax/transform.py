@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from mechanic import tuner
+from mechanic.advance import FIRST_STEPS, advance
 from mechanic.arrays import Array
 from mechanic.optax import own_point, vectors
 from mechanic.optax.leaves import Leaves, gather
@@ -22,10 +23,6 @@ from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_lat
 from mechanic.optax.rates import find_rate, next_rates
 from mechanic.optax.state import Counts, MechanicState, Numbers, Rates, chosen, new_state
 from mechanic.options import Options, Preset
-
-FIRST_STEPS = 10
-"""The norm of the update itself is measured in so many first steps. A base is then least likely to
-do what it did the step before."""
 
 # A hundredth of float32's largest number: what it bounds grows by a few times in one step.
 _FARTHEST = 1e36
@@ -257,13 +254,10 @@ def _tune(options: Options, ready: Ready, had: Numbers) -> tuple[Numbers, Coeffi
     constants to whoever takes a derivative."""
     takes_part = ready.live & ready.finite
     sums = jax.lax.stop_gradient(_sums(options, ready, had))
-    after, retained = tuner.update(options, had.tuner, sums)
-    retained = jnp.where(takes_part, retained, 1.0)
-    share = jnp.where(retained > 0, retained * had.share, had.share)
-    kept = jnp.where(retained > 0, 1.0, 0.0)
-    scale = jnp.where(takes_part, tuner.scale_of(after), had.scale)
+    state, share, kept = advance(options, had.tuner, had.share, sums, takes_part)
+    scale = jnp.where(takes_part, tuner.scale_of(state), had.scale)
     numbers = had._replace(
-        tuner=chosen(takes_part, after, had.tuner),
+        tuner=state,
         scale=scale,
         share=share,
         signal=jnp.where(takes_part, sums.dg, had.signal),

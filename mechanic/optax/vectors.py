@@ -13,11 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mechanic import tuner
+from mechanic.advance import ABSURD, SAMPLE
 from mechanic.arrays import Array
 from mechanic.options import Options
-
-_ABSURD = 1e3  # an element so many times above the typical one says nothing about the others
-_SAMPLE = 1 << 12  # the elements by which the typical size of an array is told
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -60,14 +58,14 @@ def absurd_size(leaves: list[Any], dtype: Any) -> Array:
     all of ‖x‖. It is told by the medians of samples."""
     medians = [_typical_size(leaf, dtype) for leaf in leaves if leaf.size]
     typical = _median(jnp.stack(medians)) if medians else jnp.zeros((), dtype)
-    return _ABSURD * jnp.maximum(typical, tuner.FLOOR)
+    return ABSURD * jnp.maximum(typical, tuner.FLOOR)
 
 
 def _typical_size(leaf: Array, dtype: Any) -> Array:
     """The median of |x| in a sample of the elements; 0 if they are NaN."""
     leaf = jnp.atleast_1d(leaf)
     count = leaf.size * (2 if jnp.iscomplexobj(leaf) else 1)
-    places = np.arange(0, count, -(-count // _SAMPLE))
+    places = np.arange(0, count, -(-count // SAMPLE))
     parts = [leaf]
     if jnp.iscomplexobj(leaf):
         parts, places, is_imaginary = [leaf.real, leaf.imag], places // 2, places % 2

@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from mechanic.advance import FIRST_STEPS, RISE
 from mechanic.torch.capture import is_traced
 from mechanic.torch.flag import NO, YES, Flag
 from mechanic.torch.rates import Rate, rate_of, typed_lr
-
-RISE = 1.1
-"""A learning rate may rise by this factor before the update is measured again."""
-
-FIRST_STEPS = 10
-"""The norm of the update itself is measured in so many first steps. A base is then least likely to
-do what it did the step before: there is a warm-up from 0, or a first batch without a gradient."""
 
 
 class StepRates(NamedTuple):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from mechanic import tuner
+from mechanic.advance import ABSURD, FIRST_STEPS, SAMPLE
 from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.base import Proposal
 from mechanic.torch.flag import NO, Flag
-from mechanic.torch.history import FIRST_STEPS, StepRates
+from mechanic.torch.history import StepRates
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor
 from mechanic.torch.scalars import Numbers, can_look, scalar_dtype
@@ -24,8 +25,6 @@ from mechanic.torch.vectors import Batch
 # none has become infinite.
 _LEAST, _MOST = 1e-30, 1e30
 
-_ABSURD = 1e3  # a weight so many times above the typical one says nothing about the others
-_SAMPLE = 1 << 12  # the elements by which a tensor's typical size is told
 
 _has_infinite: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether an optimizer has a weight that is NaN or inf, as far as the host has looked."""
@@ -211,13 +210,13 @@ def _new_reference(optimizer: Any, ready: Ready) -> tuple[Tensor | float, int]:
 
 
 def robust_square(tensors: list[Tensor], home: torch.device) -> Tensor:
-    """‖x‖² without the elements that are no measure of the others: NaN, inf, and those `_ABSURD`
+    """‖x‖² without the elements that are no measure of the others: NaN, inf, and those `ABSURD`
     times as large as is typical. A single one of them could be all of ‖x‖."""
     held = [t for t in tensors if t.numel() and (t.device.type != "meta" or home.type == "meta")]
     if not held:
         return torch.zeros((), dtype=scalar_dtype(home), device=home)
     typical = torch.stack([_typical_size(tensor).to(home) for tensor in held]).median()
-    bound = _ABSURD * typical.clamp(min=tuner.FLOOR)
+    bound = ABSURD * typical.clamp(min=tuner.FLOOR)
     terms = []
     for tensor in held:
         most = bound.to(tensor.device)
@@ -229,7 +228,7 @@ def robust_square(tensors: list[Tensor], home: torch.device) -> Tensor:
 
 def _typical_size(tensor: Tensor) -> Tensor:
     """The median of |x| in a sample of the elements; 0 if they are NaN."""
-    sample = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)]
+    sample = tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLE)]
     sizes = sample.abs().to(scalar_dtype(tensor.device))
     return torch.where(sizes.isnan(), 0.0, sizes).median()
 

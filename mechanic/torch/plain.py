@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mechanic import tuner
+from mechanic.advance import advance
 from mechanic.arrays import Array
 from mechanic.torch import base, closures, modes, sharding, vectors
 from mechanic.torch.base import Proposal
@@ -42,7 +43,7 @@ from mechanic.torch.rates import (
     step_name,
     typed_lr,
 )
-from mechanic.torch.scalars import Numbers, advance, are_floats, can_look, pack, scalar_dtype
+from mechanic.torch.scalars import Numbers, are_floats, can_look, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 
@@ -264,9 +265,10 @@ def _tune(
 
 
 def _sum_of_rates(groups: list[dict[str, Any]], like: Array) -> Array:
+    rates = [typed_lr(group) for group in groups]
     if type(like) is float:
-        return sum(float(typed_lr(group)) for group in groups)
-    return sum((as_factor(typed_lr(group), like) for group in groups), torch.zeros_like(like))
+        return sum(map(float, rates))
+    return torch.zeros_like(like) + sum(as_factor(rate, like) for rate in rates)
 
 
 def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tuner.Sums:

@@ -1,4 +1,4 @@
-"""The tuner's numbers on the device, and the step that the tuner makes with them."""
+"""The tuner's numbers on the device."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mechanic import tuner
-from mechanic.arrays import Array, divide, namespace
+from mechanic.arrays import Array, divide
 from mechanic.options import Options
 from mechanic.torch.capture import is_traced
 
@@ -114,44 +114,3 @@ def are_floats(options: Options, home: torch.device) -> bool:
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """float64, so that h² neither overflows nor vanishes; float32 where there is no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-class Advanced(NamedTuple):
-    """What a step of the tuner comes to."""
-
-    state: tuner.State
-    share: Array
-    """The share of the stored displacements that Δ is then"""
-    kept: Array
-    """1, or 0 where the stored displacements are forgotten and the parameters stay"""
-
-
-def advance(
-    options: Options,
-    state: tuner.State,
-    share: Array,
-    sums: tuner.Sums,
-    takes_part: Array | bool,
-    *,
-    frozen: bool,
-) -> Advanced:
-    """The tuner's step.
-
-    Like the rules, this is written for the arrays of any library.
-    """
-    xp = namespace(share)
-    if frozen:
-        return Advanced(_chosen(takes_part, state._replace(D=xp.sqrt(sums.dd)), state), share, 1.0)
-    after, retained = tuner.update(options, state, sums)
-    if takes_part is not True:
-        retained = xp.where(takes_part, retained, 1.0)
-    next_share = xp.where(retained > 0, retained * share, share)
-    kept = xp.where(retained > 0, 1.0, 0.0)
-    return Advanced(_chosen(takes_part, after, state), next_share, kept)
-
-
-def _chosen(takes_part: Array | bool, after: tuner.State, before: tuner.State) -> tuner.State:
-    if takes_part is True:
-        return after
-    xp, pairs = namespace(after.U), zip(after, before, strict=True)
-    return type(after)(*(xp.where(takes_part, new, old) for new, old in pairs))

@@ -19,7 +19,7 @@ def summary_table(comparison: Comparison, looks: Looks) -> Markup:
             "tr",
             tag("th", summary.method.label, style=_colour_mark(looks, summary.method.label)),
             _shaded(summary.mean),
-            tag("td", _lost_of(summary), class_="lost" if summary.lost else None),
+            tag("td", summary.lost_of_runs, class_="lost" if summary.lost else None),
             _shaded(summary.worst),
             tag("td", f"{summary.rank:.1f}"),
             tag("td", _count_of_total(summary.rows, total)),
@@ -48,10 +48,6 @@ def summary_table(comparison: Comparison, looks: Looks) -> Markup:
 
 def _count_of_total(rows: int, total: int) -> str:
     return str(total) if rows == total else f"{rows} of {total}"
-
-
-def _lost_of(summary: Summary) -> str:
-    return f"{summary.lost} of {summary.runs}"
 
 
 def _colour_mark(looks: Looks, label: str) -> str:
@@ -121,7 +117,7 @@ def _footer(comparison: Comparison) -> list[Markup]:
     total = len(comparison.scored)
     footer: Sequence[tuple[str, str, Callable[[Summary], str]]] = (
         ("mean excess", percent(0), lambda s: percent(s.mean)),
-        ("lost runs", words.lost_of_sweep(comparison.scored), _lost_of),
+        ("lost runs", words.lost_of_sweep(comparison.scored), lambda s: s.lost_of_runs),
         ("worst excess", percent(0), lambda s: percent(s.worst)),
         ("mean rank", "–", lambda s: f"{s.rank:.1f}"),
         ("rows", str(total), lambda s: _count_of_total(s.rows, total)),

@@ -65,7 +65,7 @@ def _section(comparison: Comparison, figures: FigurePaths) -> list[str]:
 def _summary(comparison: Comparison) -> str:
     total = len(comparison.scored)
     lines = [
-        (s.method.label, percent(s.mean), f"{s.lost} of {s.runs}", percent(s.worst),
+        (s.method.label, percent(s.mean), s.lost_of_runs, percent(s.worst),
          f"{s.rank:.1f}", f"{s.rows} of {total}", "1")
         for s in summarize(comparison)
     ]  # fmt: skip

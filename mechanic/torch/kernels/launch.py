@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mechanic import tuner
-from mechanic.torch.history import FIRST_STEPS
+from mechanic.advance import FIRST_STEPS
 from mechanic.torch.kernels import passes, scalar_passes
 from mechanic.torch.kernels.layout import Section
 from mechanic.torch.kernels.plan import Plan

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from mechanic import tuner
+from mechanic.advance import advance
 from mechanic.options import Options
-from mechanic.torch.scalars import advance, rows_of
+from mechanic.torch.scalars import rows_of
 
 STEP_SUMS = ("dg", "dx", "gg", "xx", "dd", "uu")
 """The sums that a step measures, in the order in which the kernel `tune` hands them over. The
