@@ -86,7 +86,7 @@ def groups(runs: Sequence[Run], with_peers: set[str]) -> Iterator[Sequence[str]]
         above = sum(score > FEW_PERCENT for score in found)
         yield (
             *(name, str(summary.rows), *(f"{number:+.2f}" for number in numbers)),
-            *(f"{summary.worst:+.1f}", str(above)),
+            *(f"{summary.worst:+.1f}", str(above), summary.lost_of_runs),
         )
 
 
@@ -104,7 +104,7 @@ def methods(comparison: Comparison, ranked: Comparison) -> Iterator[Sequence[str
         yield (
             *(method.label, str(summary.rows), among.get(method, "")),
             *(str(first) if method in among else "", f"{summary.mean:+.1f}"),
-            *(f"{summary.worst:+.1f}", *by_suite),
+            *(f"{summary.worst:+.1f}", summary.lost_of_runs, *by_suite),
         )
 
 
@@ -121,14 +121,15 @@ def every_row(comparison: Comparison) -> Iterator[Sequence[str]]:
         yield row.suite, row.task, row.base, *cells
 
 
-def seeds(row: ScoreRow, typed: ScoreRow) -> Sequence[str]:
-    """The default preset on a row; `typed` has a result of it for each typed lr."""
+def seeds(row: ScoreRow, typed: ScoreRow | None) -> Sequence[str]:
+    """The default preset on a row; `typed` has a result of it for each typed lr, if it was run."""
     assert row.sweep is not None
     assert row.sweep.best_lr is not None
     best = fmean(final_losses(row.sweep.best).values())
     gained = fmean(run.start_loss for run in row.sweep.best) - best
     ends = final_losses(row.results[0].runs).values()
-    at = {result.method.lr: f"{result.counted:+.2f}" for result in typed.results}
+    results = typed.results if typed is not None else ()
+    at = {result.method.lr: f"{result.counted:+.2f}" for result in results}
     tests = (
         f"{fmean(final_losses(runs, 'test_loss').values()):.4g}"
         for runs in (row.results[0].runs, row.sweep.best)
@@ -136,7 +137,7 @@ def seeds(row: ScoreRow, typed: ScoreRow) -> Sequence[str]:
     return (
         *(row.task, row.base, f"{best:.4g} at {row.sweep.best_lr:g}"),
         ", ".join(f"{100 * (end - best) / gained:+.2f}" for end in ends),
-        *(", ".join(at[lr] for lr in TYPED), *tests),
+        *(", ".join(at[lr] for lr in TYPED if lr in at), *tests),
     )
 
 
@@ -159,13 +160,14 @@ def report(others: Sequence[Run], ours: Sequence[Run]) -> str:
         if run.task in with_peers
     )
     typed = scored([*sweeps, *at_each_lr(ours)])
-    each = [[result.counted for result in row.results] for row in typed.scored]
+    typed_of = {(row.task, row.base): row for row in typed.scored if row.results}
+    each = [[result.counted for result in row.results] for row in typed_of.values()]
     apart = max(max(found) - min(found) for found in each)
     parts = [
         INTRODUCTION,
         '## The default preset\n\nExcess in percent. "Suites" is the mean of the suites\' means.',
         table(
-            ("rows", "how many", "mean", "suites", "median", "worst", "above 2 %"),
+            ("rows", "how many", "mean", "suites", "median", "worst", "above 2 %", "lost runs"),
             groups([*sweeps, *at_one], with_peers),
         ),
         "## Beside the other methods\n\nMean excess in percent over the rows that have peers. The "
@@ -173,12 +175,12 @@ def report(others: Sequence[Run], ours: Sequence[Run]) -> str:
         "other presets (`mechanic-optax` and the like), which are not ranked.",
         table(
             (
-                *("method", "rows", "mean rank", "first in", "mean excess", "worst"),
+                *("method", "rows", "mean rank", "first in", "mean excess", "worst", "lost runs"),
                 *compared.suites,
             ),
             methods(compared, ranked),
         ),
-        "ScoreRow by row, the default preset against",
+        "Row by row, the default preset against",
         "\n".join(against(compared)),
         f"## Every row\n\n{words.NOISE}",
         table(
@@ -187,14 +189,14 @@ def report(others: Sequence[Run], ours: Sequence[Run]) -> str:
         ),
         "## Every seed of the default preset\n\n"
         "1e-4, 1 and 1e4 are typed learning rates. Their column has the excess of the seeds that "
-        "were run at each of them, beside the same seeds of the sweep; of dropout and scaling that "
-        f"is seed 0. Over all rows the three differ by {apart:.2g} % at most.",
+        "were run at each of them, beside the same seeds of the sweep. Over these rows the three "
+        f"differ by {apart:.2g} % at most.",
         table(
             (
                 *("task", "base", "best of the sweep", "excess of each seed"),
                 *("typed 1e-4, 1, 1e4", "test loss", "the sweep's"),
             ),
-            (seeds(*rows) for rows in zip(default.scored, typed.scored, strict=True)),
+            (seeds(row, typed_of.get((row.task, row.base))) for row in default.scored),
         ),
     ]
     return "\n\n".join(parts) + "\n"

@@ -181,7 +181,7 @@ def _is_near(ready: Ready, parts: Parts) -> Flag:
     either, is so large that the next could be infinite. Without a minimum S grows for ever."""
     if not ready.options.skip_nonfinite or not isinstance(parts.dd, Tensor):
         return YES
-    unit = max((r.unit for r in ready.rates.rates if isinstance(r.unit, float)), default=0.0)
+    unit = max([0.0, *(r.unit for r in ready.rates.rates if isinstance(r.unit, float))])
     scale, share = ready.numbers.scale, ready.numbers.share
     if can_look(ready.home):
         length = max(math.sqrt(float(parts.dd)), unit)
