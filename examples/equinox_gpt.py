@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mechanic.optax import mechanize, scale
+from mechanic.optax import mechanize, scale, suggest_lr
 
 CHARACTERS = "0123456789 \n"
 TEXT = "".join(f"{n:04} {n + 1:04}\n" for n in range(9999))
@@ -74,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
 
     shape = optax.cosine_decay_schedule(1.0, args.steps)  # any size will do: only its shape counts
-    tx = mechanize(optax.adamw(shape))  # the one line
+    tx = mechanize(optax.adamw(shape), learning_rate=shape)  # the one line
     model, draw = Gpt(jax.random.key(args.seed)), np.random.default_rng(args.seed)
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -90,6 +90,7 @@ def main() -> None:
         model, state, loss = train_step(model, state, tokens)
         if step % max(args.steps // 10, 1) == 0:
             print(f"step {step:5}  loss {loss:.3f}  scale {scale(state):.3g}")
+    print(f"the peak to type for adamw alone: {suggest_lr(state):.3g}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from mechanic.optax import mechanize, scale
+from mechanic.optax import mechanize, scale, suggest_lr
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 ONES += " fifteen sixteen seventeen eighteen nineteen"
@@ -75,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
 
     shape = optax.cosine_decay_schedule(1.0, args.steps)  # any size will do: only its shape counts
-    tx = mechanize(optax.adamw(shape))  # the one line
+    tx = mechanize(optax.adamw(shape), learning_rate=shape)  # the one line
     model, draw = Gpt(), np.random.default_rng(args.seed)
     params = model.init(jax.random.key(args.seed), batch(draw)[:, :-1])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
@@ -83,6 +83,7 @@ def main() -> None:
         state, loss = train_step(state, batch(draw))
         if step % max(args.steps // 10, 1) == 0:
             print(f"step {step:5}  loss {loss:.3f}  scale {scale(state.opt_state):.3g}")
+    print(f"the peak to type for adamw alone: {suggest_lr(state.opt_state):.3g}")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class DefaultState(NamedTuple):
     largest_change: Array
     """The largest |S·h| of all"""
     stake: Array
-    """The same, but that one step against Δ raises it `OUTLIER`-fold at most"""
+    """The same, except that one step against Δ raises it at most `OUTLIER`-fold"""
     top: Array
     """The largest scale of the ramp, or the scale when Δ was last forgotten"""
 
@@ -216,7 +216,7 @@ def _raised(stake: Array, fall: Array) -> Array:
 
 
 def _much(fall: Array, recent_fall: Array) -> Array:
-    """How much is at stake, from 0 to 1, beside what was of late."""
+    """How much is at stake in this step, from 0 to 1, compared with the largest recent fall."""
     xp = namespace(fall)
     part = divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
     return xp.where(recent_fall > 0, part, 1.0)
@@ -246,8 +246,8 @@ def _factor(c: Array, hesitation: Array, step: Array, divergence: Array, worth: 
 
 
 def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
-    """What the scale is divided by besides, up to 2, where the loss rises along Δ far more than it
-    fell of late. What stands out again and again is noise, and no divergence."""
+    """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
+    more than it recently fell. A rise that comes again and again is noise, not divergence."""
     xp = namespace(fall)
     rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
@@ -338,9 +338,9 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
     The relative start makes the largest update so far move the parameters by `START` times
     their norm, whatever the learning rate that is typed and the scale of the loss.
 
-    How large an update is, is known in time only where it is waited for (`sums.uu`): it is yet to
-    be made. Elsewhere the update before it stands for it, and that one is as large as it has made
-    Δ grow (or larger, if it did not point along Δ).
+    The size of the update is known in time only in the steps that wait for it (`sums.uu`), since it
+    is yet to be made. In the others the update before stands for it, and that one is as large as it
+    has made Δ grow (or larger, if it did not point along Δ).
     """
     if options.s_init != "relative":
         return options.s_init, state.U

@@ -84,6 +84,10 @@ def _row(name: str, path: str, *flags: str, **row: Any) -> Base:
 
 _ALL = ("foreach", "capturable", "differentiable", "maximize")
 _HYPER = {"weight_decay": 0.01}
+_MUON = _row("Muon", "torch.optim.Muon", tensor_lr=False, matrices_only=True)
+
+MISSING = () if hasattr(torch.optim, "Muon") else ("Muon",)
+"""The bases that this torch does not have: Muon came with 2.9."""
 
 BASES: list[Base] = [
     _row("Adadelta", "torch.optim.Adadelta", *_ALL),
@@ -95,7 +99,7 @@ BASES: list[Base] = [
     _row("Adamax", "torch.optim.Adamax", *_ALL),
     _row("ASGD", "torch.optim.ASGD", *_ALL, lr_in_state=True),
     _row("LBFGS", "torch.optim.LBFGS", needs_closure=True, one_group=True),
-    _row("Muon", "torch.optim.Muon", tensor_lr=False, matrices_only=True),
+    *([] if "Muon" in MISSING else [_MUON]),
     _row("NAdam", "torch.optim.NAdam", *_ALL),
     _row("RAdam", "torch.optim.RAdam", *_ALL),
     _row("RMSprop", "torch.optim.RMSprop", *_ALL),

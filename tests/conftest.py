@@ -27,6 +27,12 @@ if not torch.cuda.is_available():  # Triton's interpreter runs the kernels; aske
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.__version__ < (2, 13):  # whose own checkpoints and SequentialLR warn
+        for text in ("TypedStorage is deprecated", "The epoch parameter in `scheduler.step"):
+            config.addinivalue_line("filterwarnings", f"ignore:{text}:UserWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))

@@ -333,3 +333,9 @@ def test_one_that_steps_in_the_backward_pass_is_refused():
     ):
         mechanize(own)
     assert type(own) is Lomo
+
+
+def test_a_class_refuses_what_an_instance_does() -> None:
+    made = mechanize(torch.optim.LBFGS, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="changes the gradients in place"):
+        made([torch.nn.Parameter(torch.ones(3))])

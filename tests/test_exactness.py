@@ -26,7 +26,7 @@ LR = 0.5
 
 
 class Base(NamedTuple):
-    """One optimizer, as torch has it and as the reference has it; `hyper` goes to both."""
+    """One optimizer, torch's version and the reference's; `hyper` goes to both."""
 
     torch: type
     reference: object

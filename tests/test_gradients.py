@@ -7,6 +7,7 @@ from bases import (
     BY_ID,
     FEW,
     KINDS,
+    MISSING,
     Base,
     assert_equal,
     assert_moved,
@@ -154,7 +155,10 @@ def test_gradient_accumulation_is_as_the_large_batch(base: Base) -> None:
     assert_same_run(whole, parts)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD-momentum", "Lion", "RMSprop", "Muon"])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in ("AdamW", "SGD", "SGD-momentum", "Lion", "RMSprop", "Muon") if n not in MISSING],
+)
 @pytest.mark.parametrize("max_norm", [1.0, 1e-3])
 def test_clip_grad_norm_composes(name: str, max_norm: float) -> None:
     base = BY_ID[name]

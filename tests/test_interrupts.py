@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
@@ -62,6 +63,11 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
     "RMSprop": lambda params: RMSprop(params, lr=1.0),
     "Unknown": lambda params: Unknown(params, lr=1.0),
 }
+IN_PLACE: dict[str, Callable[[Any], Optimizer]] = {
+    "Hoarder": lambda params: Hoarder(params, lr=1.0),
+    "Schedule-Free": lambda params: AdamWScheduleFree(params, lr=1.0),
+}
+"""Bases that see the real parameters: a thread may find those where the base has put them."""
 
 
 ROOMS = Path(mechanic.torch.__file__).parent, Path(torch.optim.__file__).parent, Path(__file__)
@@ -79,7 +85,9 @@ class Run:
         ]
         self.goal = [param.detach() * 0 + 3 for param in self.params]
         self.draw = torch.Generator().manual_seed(1)
-        self.optimizer: Any = mechanize(MAKE[name](self.params))
+        self.optimizer: Any = mechanize((MAKE | IN_PLACE)[name](self.params))
+        if name == "Schedule-Free":
+            self.optimizer.train()
 
     def give_gradients(self) -> None:
         for param, goal in zip(self.params, self.goal, strict=True):
@@ -166,7 +174,7 @@ def press_ctrl_c() -> None:
 @pytest.mark.parametrize(
     "moments", [30, pytest.param(250, marks=pytest.mark.nightly)], ids="{} moments".format
 )
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", [*MAKE, *IN_PLACE])
 def test_ctrl_c_at_any_moment_leaves_everything_before_or_after(name, moments, dtype):
     """The weights, the displacements and the tuner are all before the step, or all after it."""
     run = trained(name, dtype=dtype)
@@ -191,6 +199,30 @@ def test_ctrl_c_at_any_moment_leaves_everything_before_or_after(name, moments, d
         assert [group["lr"] for group in fresh.optimizer.param_groups] == [1.0]
     assert was_before
     assert was_after
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_moment_of_eval_leaves_the_mode_that_fits_the_weights():
+    """Where it did not, the next `eval()` would move the weights once more."""
+    run = trained("Schedule-Free")
+    run.give_gradients()
+    with interrupted_at(-1, press_ctrl_c) as count:
+        evaluated = run.fork()
+        evaluated.optimizer.eval()
+    ends = {True: run.weights(), False: evaluated.weights()}
+    assert not are_equal(*ends.values())
+    seen = set()
+    for moment in random.Random(0).sample(range(1, count[0] + 1), 100):
+        fresh = run.fork()
+        try:
+            with interrupted_at(moment, press_ctrl_c):
+                fresh.optimizer.eval()
+        except KeyboardInterrupt:
+            pass
+        mode = fresh.optimizer.param_groups[0]["train_mode"]
+        assert are_equal(fresh.weights(), ends[mode]), f"interrupted at {moment} of {count[0]}"
+        seen.add(mode)
+    assert seen == {True, False}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -394,7 +426,6 @@ def test_memory_that_runs_out_in_the_middle_of_the_move(monkeypatch):
 
 def test_a_base_that_keeps_the_parameters_elsewhere_is_tuned(monkeypatch):
     """Such a base is found out at its first step, and tuned as any other."""
-    monkeypatch.setitem(MAKE, "Hoarder", lambda params: Hoarder(params, lr=1.0))
     monkeypatch.setitem(MAKE, "SGD", lambda params: SGD(params, lr=1.0, momentum=0.9))
     run, plain = Run("Hoarder"), Run("SGD")
     for _ in range(40):

@@ -250,12 +250,15 @@ import sys
 sys.modules["torch"] = None
 import jax, jax.numpy as jnp, optax
 from mechanic import convert
-from mechanic.optax import mechanize, scale
+from mechanic.optax import freeze, mechanize, scale, suggest_lr
 tx = mechanize(optax.sgd(1.0))
 x = jnp.ones(3)
 state = tx.init(x)
-updates, state = jax.jit(tx.update)(x - 2, state, x)
-assert scale(state) > 0
+update = jax.jit(tx.update)
+updates, state = update(x - 2, state, x)
+updates, after = update(x - 2, freeze(state), x)
+assert scale(after) == scale(state) > 0
+assert abs(suggest_lr(after, 1.0) / scale(after) - 1) < 1e-6
 """
 WITHOUT_JAX = """
 import sys

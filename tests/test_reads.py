@@ -59,10 +59,12 @@ def reads_of_steps(opt: Optimizer, problem: Problem, steps: int) -> list[Counter
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
 def test_a_fused_step_reads_nothing(base: Base, fused: bool, preset: Any, as_tensor: bool) -> None:
     """From the first one on, and with the check for non-finite gradients."""
-    problem = make_problem()
+    problem, other = make_problem(), make_problem()
     lr = torch.tensor(1.0) if as_tensor else 1.0
     opt = mechanize(base.factory(problem.params, lr=lr, fused=True), preset=preset, s_init=1e-5)
-    own = reads_of_steps(base.factory(make_problem().params, lr=lr, fused=True), problem, 1)
+    own = reads_of_steps(base.factory(other.params, lr=lr, fused=True), other, 1)
+    if base.id == "Adagrad" and own != [Counter()]:
+        pytest.skip("this torch's own step reads a tensor lr")
     assert own == [Counter()]
     assert reads_of_steps(opt, problem, 25) == [Counter()] * 25
     assert_moved(opt)

@@ -333,7 +333,7 @@ def test_a_smaller_cosine_than_before_raises_it_less(cosine):
 def test_the_first_step_against_the_displacement_ends_the_ramp():
     S = sizes(Options(betas=(1.0,)), [*RAMP, fixed(1.0, 0.1), fixed(1.0, 0.1)])
     assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01 / 4), rel=1e-12)
-    much = S[-2] / (0.95 * S[-4])  # of the fall of late
+    much = S[-2] / (0.95 * S[-4])  # of the recent fall
     c = 0.2 * (1 - 0.01 * (1 - much))
     assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 4), rel=1e-12)
 
@@ -391,7 +391,7 @@ def test_a_decay_in_float32_makes_no_nan():
 def test_an_outlier_against_the_displacement_halves_it_at_most(size, factor):
     before = [*RAMP, fixed(1e-9, 1e-3)]  # the ramp is over
     last = run(Options(betas=(1.0,)), before)[0]
-    # The S·h of late is that of the ramp's last step, a step ago; the cosine is too small to count.
+    # The recent S·h is that of the ramp's last step, a step ago; the cosine is too small to count.
     h = size * 0.95 * last[-3].s.sum() / last[-1].s.sum()
     S = sizes(Options(betas=(1.0,)), [*before, fixed(h, 1e-9)])
     assert S[-1] / S[-2] == pytest.approx(factor, rel=1e-6)
@@ -479,7 +479,7 @@ def test_a_rise_that_goes_on_is_an_outlier_only_while_it_grows(growth, factor):
 @pytest.mark.parametrize("share", [-3.0, -0.3, -0.01, 0.01, 0.3, 3.0])
 def test_the_past_follows_by_a_root(cosine, share):
     """The second where the scale falls, the fourth where it rises; less where g lies along Δ and
-    little is at stake, beside what was of late."""
+    little is at stake, beside what recently was."""
     ramp = [fixed(-1.0, cosine)] * 8
     before = run(Options(), [*ramp, fixed(1e-9, cosine)])[0][-1]
     h = -share * before.recent_fall / before.s.sum()
@@ -530,7 +530,7 @@ def test_a_scale_at_its_cap_is_not_lost(cap):
 
 @pytest.mark.parametrize(("d", "begins"), [(10, False), (11, False), (12, True), (1000, True)])
 def test_many_new_parameters_begin_the_ramp_anew(d, begins):
-    last = fixed(-9.0, d=d)  # a fall as large as any of late
+    last = fixed(-9.0, d=d)  # a fall as large as any recent one
     states, keeps = run(Options(), [*RAMP, fixed(1.0), last, last])
     S = np.array([state.s.sum() for state in states])
     assert (S[-2] == pytest.approx(S[0] * max(1.0, math.sqrt(d * 0.01 / 4)))) == begins

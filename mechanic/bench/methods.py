@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from mechanic.bench.record import MethodKind
-from mechanic.bench.task import Problem, Task
+from mechanic.bench.task import Library, OptaxProblem, Problem, Task
 from mechanic.torch import mechanize, tuner
 
 BASES = ("sgd", "adamw", "lion")
@@ -81,9 +81,13 @@ class Method:
     """The distribution that it comes from."""
     on_request: bool = False
     """Whether it runs only where a task or the user names it."""
+    libraries: tuple[Library, ...] = ("torch",)
+    """What it exists for; `optax_run` has it for optax."""
 
     def typed_rates(self, task: Task, typed: tuple[float, ...]) -> Mapping[str, tuple[float, ...]]:
-        """The learning rates to type on a task, for each base."""
+        """The learning rates to type on a task, for each base; none if it cannot train it."""
+        if task.library not in self.libraries:
+            return {}
         if self.bases == ("",):
             return {"": (self.lr,)}
         bases = [base for base in task.grids if base in self.bases]
@@ -92,7 +96,7 @@ class Method:
         return dict.fromkeys(bases, typed if self.kind == "mechanic" else (self.lr,))
 
 
-def hyperparameters(problem: Problem, base: str) -> dict[str, Any]:
+def hyperparameters(problem: Problem | OptaxProblem, base: str) -> dict[str, Any]:
     """The hyperparameters of a base on a problem, without the lr."""
     return {**_DEFAULTS[base], **problem.hyperparameters.get(base, {})}
 
@@ -259,16 +263,22 @@ def _to_average(problem: Problem, optimizer: Any) -> None:
                 problem.loss(batch)
 
 
+def _only_for_optax(problem: Problem, base: str, lr: float) -> RunningMethod:
+    raise ValueError("this method is one of optax: it trains the tasks of the suite jax alone")
+
+
 def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
 
 
+_BOTH: tuple[Library, ...] = ("torch", "optax")
 _ALL = (
-    *(Method(base, "sweep", _sweep, (base,), package=package)
-      for base, package in zip(BASES, ("torch", "torch", "lion-pytorch"), strict=True)),
-    Method("mechanic", "mechanic", _mechanic()),
-    Method("mechanic-paper", "mechanic", _mechanic(preset="paper")),
-    Method("mechanic-optax", "mechanic", _mechanic(preset="optax")),
+    Method("sgd", "sweep", _sweep, ("sgd",)),
+    Method("adamw", "sweep", _sweep, ("adamw",), libraries=_BOTH),
+    Method("lion", "sweep", _sweep, ("lion",), package="lion-pytorch"),
+    Method("mechanic", "mechanic", _mechanic(), libraries=_BOTH),
+    Method("mechanic-paper", "mechanic", _mechanic(preset="paper"), libraries=_BOTH),
+    Method("mechanic-optax", "mechanic", _mechanic(preset="optax"), libraries=_BOTH),
     Method("mechanic-pytorch-preset", "mechanic", _mechanic(preset="mechanic-pytorch")),
     # Table 2 of the paper has λ = 0.1 as well as the usual 0.01.
     Method("mechanic-paper-lambda-0.1", "mechanic", _mechanic(preset="paper", s_decay=0.1),
@@ -284,6 +294,10 @@ _ALL = (
     Method("schedulefree-sgd", "peer", _schedule_free, ("sgd",), 1.0, "schedulefree"),
     Method("prodigy-plus-schedule-free", "peer", _prodigy_plus, ("",),
            package="prodigy-plus-schedule-free"),
+    Method("optax-mechanize", "peer", _only_for_optax, ("adamw",), package="optax",
+           libraries=("optax",)),
+    Method("optax-prodigy", "peer", _only_for_optax, ("",), package="optax",
+           libraries=("optax",)),
 )  # fmt: skip
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -21,6 +21,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """The results of a run that did not diverge or fail."""
+
+    start_loss: float
+    metrics: Mapping[str, float]
+    curve: Curve
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Run:
     """One run that has ended.
 

@@ -31,8 +31,8 @@ from optuna.samplers import GridSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from mechanic.bench.record import Curve, MethodKind, Run, Status
-from mechanic.bench.train import DivergedError, Outcome
+from mechanic.bench.course import DivergedError
+from mechanic.bench.record import Curve, MethodKind, Outcome, Run, Status
 
 _HEARTBEAT = 10  # seconds between two heartbeats of a running trial
 _GRACE = 60  # seconds without a heartbeat after which other machines take a process for dead

@@ -13,6 +13,9 @@ from mechanic.bench.data import Data, DataKind
 Budget = Literal["smoke", "short", "full"]
 """The length of the runs: seconds, only to see that they work; minutes; as long as in the paper."""
 
+Library = Literal["torch", "optax"]
+"""The library whose optimizers train a task."""
+
 
 @dataclass(frozen=True)
 class BuildSettings:
@@ -76,6 +79,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class OptaxProblem:
+    """The same for a transformation of optax: a model in JAX is a function of its parameters."""
+
+    params: Any
+    """A tree of arrays, on the device."""
+    batches: Iterator[Any]
+    """Endless; each batch, of NumPy arrays, is passed to `loss`."""
+    loss: Callable[[Any, Any], Any]
+    """The loss of parameters on a batch; pure, to be compiled."""
+    evaluate: Callable[[Any], Mapping[str, float]]
+    """The metrics of parameters, as those of `Problem`."""
+    steps: int
+    schedule: Callable[[float], float]
+    hyperparameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """A problem with a name, which the report shows as one or more rows: one for each base."""
 
@@ -84,7 +105,7 @@ class Task:
     """Names the model and the data, so that no two tasks share a name: "resnet18-cifar10"."""
     grids: Mapping[str, Sequence[float]]
     """The bases to compare with, and the learning rates to sweep for each."""
-    build: Callable[[BuildSettings], Problem]
+    build: Callable[[BuildSettings], Problem | OptaxProblem]
     metric: str
     """The metric that is shown beside the train loss. Low is better if its name ends in "loss",
     high is better otherwise."""
@@ -98,6 +119,8 @@ class Task:
     """Methods that run on this task in addition to those that run on all tasks."""
     only_methods: Sequence[str] = ()
     """If given, only these methods run by default: for tasks that answer one question."""
+    library: Library = "torch"
+    """What trains it: optax if `build` returns an `OptaxProblem`."""
 
 
 def shuffled(count: int, batch: int, seed: int, device: torch.device) -> Iterator[Tensor]:

@@ -1,9 +1,7 @@
 """One run: a method trains a problem from the initial weights to the last step."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,25 +9,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from mechanic.bench.course import Course, DivergedError, require_finite
 from mechanic.bench.methods import Method, RunningMethod
-from mechanic.bench.record import Curve
-from mechanic.bench.task import BuildSettings, Problem, Task
+from mechanic.bench.record import Curve, Outcome
+from mechanic.bench.task import BuildSettings, OptaxProblem, Problem, Task
 
-_POINTS = 100  # of a curve, or up to twice as many
-
-
-class DivergedError(Exception):
-    """The loss has become NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a run that did not diverge or fail."""
-
-    start_loss: float
-    metrics: Mapping[str, float]
-    curve: Curve
-    seconds: float
+__all__ = ["DivergedError", "Outcome", "train"]
 
 
 def train(
@@ -47,6 +32,10 @@ def train(
     """
     torch.manual_seed(settings.seed)  # for dropout, and whatever else is random during training
     problem = task.build(settings)
+    if isinstance(problem, OptaxProblem):
+        from mechanic.bench import optax_run
+
+        return optax_run.train(problem, method, base, lr, settings, report)
     start_loss = _evaluate(problem)["train_loss"]
     players = [
         _Player(part, method.build(part, base, lr), settings.device) for part in problem.players
@@ -57,9 +46,7 @@ def train(
     for player in players:
         player.finish()
     metrics = _evaluate(problem)
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise DivergedError(f"{name} is {value} at the end, after {problem.steps} steps")
+    require_finite(metrics, problem.steps)
     return Outcome(start_loss, metrics, curve, seconds)
 
 
@@ -131,23 +118,13 @@ class _MovingAverage:
 
 
 def _run(problem: Problem, players: list[_Player], report: Callable[[int, int], None]) -> Curve:
-    steps, last = problem.steps, players[-1]
-    every = max(1, steps // _POINTS)
-    losses: list[Tensor] = []
-    points: list[tuple[int, float, float]] = []
+    course = Course(problem.steps, lambda losses: torch.stack(losses).tolist(), report)
     for player in players:
         player.problem.model.train()
-    for step in range(1, steps + 1):
+    for _ in range(problem.steps):
         batch = next(problem.batches)
-        losses += [player.step(batch) for player in players][-1:]
-        if step % every == 0 or step == steps:
-            # Only here does the host wait for the device, and only here can it see a NaN.
-            point = float(torch.stack(losses).float().mean())
-            if not math.isfinite(point) and not torch.stack(losses).isfinite().any():
-                raise DivergedError(f"the loss is {point} at step {step} of {steps}")
-            points.append((step, point, last.running.rate()))
-            losses.clear()
-            report(step, steps)
+        losses = [player.step(batch) for player in players]
+        course.add(losses[-1], players[-1].running.rate)
         for player in players:
             player.scheduler.step()
-    return Curve(*(list(column) for column in zip(*points, strict=True)))
+    return course.curve

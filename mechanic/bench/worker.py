@@ -16,9 +16,10 @@ import mechanic
 from mechanic.bench import study as studies
 from mechanic.bench.methods import METHODS, version
 from mechanic.bench.plan import BenchRequest, tasks_of
+from mechanic.bench.record import Outcome
 from mechanic.bench.study import Grid
 from mechanic.bench.task import BuildSettings, Task
-from mechanic.bench.train import Outcome, train
+from mechanic.bench.train import train
 
 RESTART = 86  # exit code of a worker that an error has left with a GPU in an unknown state
 
@@ -102,7 +103,7 @@ def _die_with_parent(parent: Connection) -> None:
 
 def environment(device: str) -> dict[str, str]:
     """The device and the versions, on which the results may depend."""
-    packages = ("torch", "transformers", *sorted({m.package for m in METHODS.values()}))
+    packages = ("torch", "transformers", "jax", *sorted({m.package for m in METHODS.values()}))
     hardware = {"device": _processor()}
     if _on_gpu(device):
         hardware = {"device": torch.cuda.get_device_name(device), "operators": "deterministic"}

@@ -1,6 +1,14 @@
 """Mechanic for optax: `mechanize` tunes a transformation, and the readers look into its state."""
 
-from mechanic.optax.readers import effective_learning_rate, eval_params, metrics, scale
+from mechanic.optax.readers import (
+    effective_learning_rate,
+    eval_params,
+    freeze,
+    metrics,
+    scale,
+    suggest_lr,
+    unfreeze,
+)
 from mechanic.optax.state import MechanicState
 from mechanic.optax.transform import mechanize
 
@@ -8,7 +16,10 @@ __all__ = [
     "MechanicState",
     "effective_learning_rate",
     "eval_params",
+    "freeze",
     "mechanize",
     "metrics",
     "scale",
+    "suggest_lr",
+    "unfreeze",
 ]

@@ -25,9 +25,14 @@ class Leaves(NamedTuple):
         return [(grad, param, stored) for grad, param, stored in rows if grad is not None]
 
     @property
-    def size(self) -> int:
-        """The number of elements that take part, complex ones as two."""
-        return sum(p.size * (2 if p.dtype.kind == "c" else 1) for _, p, _ in self.live)
+    def sizes(self) -> list[float]:
+        """The number of elements of each array that takes part."""
+        return [float(vectors.count(param)) for _, param, _ in self.live]
+
+    @property
+    def total_size(self) -> float:
+        """The number of elements of all arrays, of those without a gradient too."""
+        return float(sum(vectors.count(p) for p in self.params if vectors.is_inexact(p)))
 
     def of_live(self, tree: Any, what: str) -> list[Array]:
         """The arrays of a tree like the gradients, of those that take part."""

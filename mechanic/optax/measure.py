@@ -34,12 +34,13 @@ class Parts(NamedTuple):
 
 
 class Late(NamedTuple):
-    """The sums that are taken in the first steps alone, and when the learning rate rises."""
+    """The sums that are taken in the first steps, when the learning rate rises, and when an array
+    may move that has not."""
 
     uu: Array
     """‖u‖², one for each array that takes part"""
-    reference_square: Array
-    """‖x‖² without absurd elements"""
+    xx: Array
+    """‖x‖² without absurd elements, of the same arrays"""
 
 
 def measure(options: Options, leaves: Leaves, numbers: Numbers) -> Parts:
@@ -82,8 +83,8 @@ def measure_late(leaves: Leaves, updates: list[Array], numbers: Numbers) -> Late
     """Take the sums that need the update of the base."""
     zero, dtype = jnp.zeros_like(numbers.share), numbers.share.dtype
     uu = [vectors.square(update, dtype) for update in updates]
-    x1 = [vectors.robust_square(param, numbers.absurd) for _, param, _ in leaves.live]
-    return Late(_stacked(uu, zero), total(x1, zero))
+    xx = [vectors.robust_square(param, numbers.absurd) for _, param, _ in leaves.live]
+    return Late(_stacked(uu, zero), _stacked(xx, zero))
 
 
 def total(terms: list[Array], zero: Array) -> Array:

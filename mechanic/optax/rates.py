@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mechanic.advance import RISE
+from mechanic.advance import FIRST_STEPS, RISE
 from mechanic.arrays import Array
 from mechanic.optax.state import MechanicState, Rates
 
@@ -47,7 +47,7 @@ def injected_rates(state: Any) -> list[Any]:
 
 def next_rates(learning_rate: Any, base: Any, state: MechanicState) -> Rates | None:
     """The rates after a step, where `base` is the state of the base after it. The norm of the
-    update is measured in this step if `measured` has changed."""
+    update is measured in the first steps, and in this one if `measured` has changed."""
     had = state.rates
     if had is None:
         return None
@@ -55,5 +55,5 @@ def next_rates(learning_rate: Any, base: Any, state: MechanicState) -> Rates | N
     typed = jnp.asarray(rate, had.typed.dtype).reshape(had.typed.shape)
     typed = jax.lax.stop_gradient(typed)
     last = jnp.where(typed == 0, had.last, typed)
-    has_risen = last > RISE * had.measured
-    return Rates(typed, last, jnp.where(has_risen, last, had.measured))
+    is_measured = (state.counts.updates < FIRST_STEPS) | (last > RISE * had.measured)
+    return Rates(typed, last, jnp.where(is_measured, last, had.measured))

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mechanic.arrays import Array
+from mechanic.arrays import Array, divide
 from mechanic.optax import own_point, vectors
 from mechanic.optax.rates import injected_rates
 from mechanic.optax.state import MechanicState
+from mechanic.suggestion import suggest
 
 
 def scale(state: Any) -> Array:
@@ -48,6 +49,85 @@ def effective_learning_rate(state: Any, learning_rate: Any = None) -> Array:
             "mechanize(tx, learning_rate=...) with the number or schedule that tx was made with."
         )
     return jnp.asarray(found.numbers.scale) * jnp.asarray(learning_rate)
+
+
+def suggest_lr(state: Any, learning_rate: float | None = None) -> float:
+    """The learning rate to type for the plain transformation: with the same schedule, it would have
+    added up to the same over the run. It waits for the device.
+
+    For a schedule it is the highest rate, which is `init_value` or, with a warm-up, `peak_value`.
+
+    Args:
+        state: as in `scale`.
+        learning_rate: the rate that was typed, if it was the same in all steps. It may be left out
+            where `mechanize` was told of it, and where the base has `optax.inject_hyperparams`.
+
+    Raises:
+        ValueError: if the rate that was typed is not known, or is a schedule.
+    """
+    found = find(state)
+    is_unknown = found.rates is None and learning_rate is None
+    if is_unknown or callable(learning_rate):
+        raise ValueError(
+            "suggest_lr needs the learning rate that was typed, because each step counts by its "
+            f"own; got learning_rate={learning_rate!r}. Call mechanize(tx, learning_rate=...) with "
+            "the number or schedule that tx was made with; or, if the rate was the same in all "
+            "steps, suggest_lr(state, learning_rate=...) with that number."
+        )
+    numbers = found.numbers
+    typed = numbers.highest_rate if learning_rate is None else learning_rate
+    mean_scale = divide(float(numbers.applied_total), float(numbers.typed_total))
+    (suggested,) = suggest(mean_scale, [{"lr": typed}])
+    return suggested
+
+
+def freeze(state: Any) -> Any:
+    """The same state, but that the scale is held where it is. The base goes on with the learning
+    rate that it has.
+
+    Args:
+        state: as in `scale`. Where it holds several states of `mechanize`, all are frozen.
+
+    Returns:
+        A new state; that which is given stays as it is.
+
+    Raises:
+        ValueError: if there is no state of `mechanize` in it.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from mechanic.optax import freeze, mechanize, scale, unfreeze
+    >>> tx = mechanize(optax.sgd(1.0))
+    >>> params = jnp.ones(3)
+    >>> _, state = tx.update(params - 3, tx.init(params), params)
+    >>> _, after = tx.update(params - 3, freeze(state), params)
+    >>> bool(scale(after) == scale(state))
+    True
+    >>> _, after = tx.update(params - 3, unfreeze(after), params)
+    >>> bool(scale(after) > scale(state))
+    True
+    """
+    return _with_frozen(state, True)
+
+
+def unfreeze(state: Any) -> Any:
+    """The same state, but that the tuner goes on, from what it knew when the scale was frozen.
+
+    Arguments and errors are those of `freeze`.
+    """
+    return _with_frozen(state, False)
+
+
+def _with_frozen(state: Any, value: bool) -> Any:
+    def change(node: Any) -> Any:
+        if not _is_own(node):
+            return node
+        return node._replace(
+            frozen=jax.tree.map(lambda own: jnp.full_like(own, value), node.frozen)
+        )
+
+    if not _all_in(state):
+        raise ValueError(_none_in(state))
+    return jax.tree.map(change, state, is_leaf=_is_own)
 
 
 def metrics(state: Any) -> dict[str, Array]:
@@ -100,20 +180,27 @@ def eval_params(state: Any, params: Any) -> Any:
 
 def find(state: Any) -> MechanicState:
     """The one state of `mechanize` in a larger one."""
-
-    def is_own(node: Any) -> bool:
-        return isinstance(node, MechanicState)
-
-    nodes = jax.tree.leaves(state, is_leaf=is_own)
-    found: list[MechanicState] = [node for node in nodes if is_own(node)]
+    found = _all_in(state)
     if len(found) == 1:
         return found[0]
     if not found:
-        raise ValueError(
-            f"there is no state of mechanize in this {type(state).__name__}. Give the state that "
-            "init() or update() of a mechanized transformation returned, or one that holds it."
-        )
+        raise ValueError(_none_in(state))
     raise ValueError(
         f"there are {len(found)} states of mechanize in this {type(state).__name__}. Give the part "
         "of it that holds one, such as state.inner_states['name']."
+    )
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, MechanicState)
+
+
+def _all_in(state: Any) -> list[MechanicState]:
+    return [node for node in jax.tree.leaves(state, is_leaf=_is_own) if _is_own(node)]
+
+
+def _none_in(state: Any) -> str:
+    return (
+        f"there is no state of mechanize in this {type(state).__name__}. Give the state that "
+        "init() or update() of a mechanized transformation returned, or one that holds it."
     )

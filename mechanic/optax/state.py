@@ -23,11 +23,17 @@ class Numbers(NamedTuple):
     signal: Array
     """⟨Δ, g⟩ of the last step"""
     reference_square: Array
-    """‖x‖² of the parameters at the first step"""
+    """‖x‖² of each array before it first moved"""
     size: Array
-    """The number of elements behind `reference_square`; 0 before the first step"""
+    """The number of elements behind `reference_square`"""
     absurd: Array
     """A larger element of the parameters has no part in `reference_square`"""
+    typed_total: Array
+    """The sum over all steps of the learning rate that was typed, or of 1 where it is not known"""
+    applied_total: Array
+    """The same, with the learning rate of each step times its scale"""
+    highest_rate: Array
+    """The highest of these learning rates"""
 
 
 class Counts(NamedTuple):
@@ -64,6 +70,8 @@ class MechanicState(NamedTuple):
     counts: Counts
     rates: Rates | None
     """None where nobody has told the learning rate"""
+    frozen: Array
+    """Whether the scale is held where it is"""
 
 
 def new_state(options: Options, params: Any, base: Any, *, knows_rate: bool) -> MechanicState:
@@ -80,6 +88,9 @@ def new_state(options: Options, params: Any, base: Any, *, knows_rate: bool) -> 
         reference_square=zero,
         size=zero,
         absurd=vectors.absurd_size(leaves, dtype),
+        typed_total=zero,
+        applied_total=zero,
+        highest_rate=zero,
     )
     fresh = MechanicState(
         base=base,
@@ -87,6 +98,7 @@ def new_state(options: Options, params: Any, base: Any, *, knows_rate: bool) -> 
         numbers=numbers,
         counts=Counts(*(jnp.zeros((), jnp.int32) for _ in Counts._fields)),
         rates=Rates(zero, zero, zero) if knows_rate else None,
+        frozen=jnp.zeros((), bool),
     )
     return _unshared(fresh, params)
 

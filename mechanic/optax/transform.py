@@ -138,6 +138,8 @@ class Ready(NamedTuple):
     """Whether the step is made"""
     live: Array | bool
     """Whether the learning rate is not 0, as far as that is known"""
+    rate: Array
+    """The learning rate that was typed; 1 where it is not known"""
 
 
 class Coefficients(NamedTuple):
@@ -171,11 +173,12 @@ def _step(
     proposal, base_state = propose()
     updates = leaves.of_live(proposal, "what the base proposes")
     rates = next_rates(learning_rate, base_state, state)
-    late = _late(options, leaves, state, rates, propose)
+    late = _late(options, leaves, parts, state, rates, propose)
     finite = _is_finite(options, state.numbers, parts, late)
     live = _is_live(options, state, rates, late)
-    ready = Ready(leaves, parts, late, updates, finite, live)
-    numbers, by = _tune(options, ready, state.numbers)
+    rate = jnp.ones_like(state.numbers.scale) if rates is None else rates.typed
+    ready = Ready(leaves, parts, late, updates, finite, live, rate)
+    numbers, by = _tune(options, ready, state)
     base_state = own_point.follow_reference(base_state, state, by.kept)
     moves, stored = _move(ready, by, state.counts.steps)
     after = MechanicState(
@@ -184,6 +187,7 @@ def _step(
         numbers=chosen(finite, numbers, state.numbers),
         counts=_counted(state.counts, finite, live),
         rates=chosen(finite, rates, state.rates),
+        frozen=state.frozen,
     )
     return leaves.merged(moves, proposal), after
 
@@ -202,30 +206,43 @@ def _clip(options: Options, leaves: Leaves, parts: Parts, grads: Any) -> tuple[L
 def _late(
     options: Options,
     leaves: Leaves,
+    parts: Parts,
     state: MechanicState,
     rates: Rates | None,
     propose: Callable[[], tuple[Any, Any]],
 ) -> Late:
-    """The norm of the update in the first steps, and when the learning rate has risen; 0 in the
-    others. The branch runs the base once more: to hand its update over would be to store it."""
-    numbers, counts = state.numbers, state.counts
-    none = Late(
-        jnp.zeros_like(numbers.share, shape=len(leaves.live)), jnp.zeros_like(numbers.share)
-    )
-    if options.s_init != "relative" or not leaves.live:
+    """The norm of the update in the first steps, when the learning rate has risen, and when an
+    array moves that has not before; 0 in the others. An array that has a gradient and has not moved
+    is looked at in every step. The branch runs the base once more: to hand its update over would be
+    to store it."""
+    zeros = jnp.zeros_like(parts.gg)
+    none = Late(zeros, zeros)
+    takes_cosine = tuner.RULES[options.preset].takes_cosine
+    if not (options.s_init == "relative" or takes_cosine) or not leaves.live:
         return none
-    is_needed = (counts.updates < FIRST_STEPS) | (numbers.size == 0)
+    is_due = state.counts.updates < FIRST_STEPS
     if rates is not None and state.rates is not None:
-        is_needed = is_needed | (rates.measured != state.rates.measured)
+        is_due = is_due | (rates.measured != state.rates.measured)
 
     def take() -> Late:
         updates = leaves.of_live(propose()[0], "what the base proposes")
-        return jax.lax.stop_gradient(measure_late(leaves, updates, numbers))
+        late = jax.lax.stop_gradient(measure_late(leaves, updates, state.numbers))
+        # XLA takes sums for cheap: without a barrier a GPU would take these in every step.
+        return jax.lax.optimization_barrier(late)  # type: ignore[no-any-return,no-untyped-call]
 
+    is_needed = is_due | jnp.any((parts.dd == 0) & (parts.gg > 0))
     if not isinstance(is_needed, jax.core.Tracer):  # a branch would be compiled in every step
-        return take() if is_needed else none
-    late: Late = jax.lax.cond(is_needed, take, lambda: none)
-    return late
+        late = take() if is_needed else none
+    else:
+        late = jax.lax.cond(is_needed, take, lambda: none)
+    is_due = is_due | jnp.any(_arrives(parts, late))
+    return late._replace(uu=jnp.where(is_due, late.uu, 0.0))
+
+
+def _arrives(parts: Parts, late: Late) -> Array:
+    """Which arrays move for the first time: they have no displacement yet, but an update. Where one
+    is frozen, by a gradient or an update of zeros, it counts when that ends."""
+    return (parts.dd == 0) & (late.uu > 0)
 
 
 def _is_finite(options: Options, numbers: Numbers, parts: Parts, late: Late) -> Array:
@@ -249,13 +266,15 @@ def _is_live(options: Options, state: MechanicState, rates: Rates | None, late: 
     return (state.counts.updates >= FIRST_STEPS) | (jnp.sum(late.uu) > 0)
 
 
-def _tune(options: Options, ready: Ready, had: Numbers) -> tuple[Numbers, Coefficients]:
+def _tune(options: Options, ready: Ready, before: MechanicState) -> tuple[Numbers, Coefficients]:
     """What the tuner knows after the step, and how the parameters move. The coefficients are
     constants to whoever takes a derivative."""
-    takes_part = ready.live & ready.finite
+    had, takes_part = before.numbers, ready.live & ready.finite
     sums = jax.lax.stop_gradient(_sums(options, ready, had))
-    state, share, kept = advance(options, had.tuner, had.share, sums, takes_part)
+    own = options, had.tuner, had.share, sums, takes_part
+    state, share, kept = chosen(before.frozen, advance(*own, frozen=True), advance(*own))
     scale = jnp.where(takes_part, tuner.scale_of(state), had.scale)
+    rate = jnp.where(takes_part, ready.rate, 0.0)
     numbers = had._replace(
         tuner=state,
         scale=scale,
@@ -263,6 +282,9 @@ def _tune(options: Options, ready: Ready, had: Numbers) -> tuple[Numbers, Coeffi
         signal=jnp.where(takes_part, sums.dg, had.signal),
         reference_square=sums.x1,
         size=sums.d,
+        typed_total=had.typed_total + rate,
+        applied_total=had.applied_total + scale * rate,
+        highest_rate=jnp.maximum(had.highest_rate, rate),
     )
     pull = jnp.where(takes_part, (scale * share - had.scale * had.share) * kept, 0.0)
     # A compiler might compute the rule again for every array that it moves.
@@ -275,9 +297,10 @@ def _tune(options: Options, ready: Ready, had: Numbers) -> tuple[Numbers, Coeffi
 def _sums(options: Options, ready: Ready, had: Numbers) -> tuner.Sums:
     """The sums as the rule is told of them."""
     parts, late, leaves = ready.parts, ready.late, ready.leaves
-    is_first, moves = had.size == 0, (parts.dd > 0) | (late.uu > 0)
+    arrives, moves = _arrives(parts, late), (parts.dd > 0) | (late.uu > 0)
     if not tuner.RULES[options.preset].takes_cosine:
         moves = jnp.ones_like(moves)
+    new = jnp.sum(jnp.where(arrives, jnp.asarray(leaves.sizes, late.uu.dtype), 0.0))
     dx, xx = parts.dx, parts.xx
     if tuner.RULES[options.preset].decays_after_base:
         rows = zip(leaves.live, ready.updates, strict=True)
@@ -287,8 +310,8 @@ def _sums(options: Options, ready: Ready, had: Numbers) -> tuner.Sums:
         dx=dx,
         gg=jnp.sum(jnp.where(moves, parts.gg, 0.0)),
         xx=xx,
-        x1=jnp.where(is_first, late.reference_square, had.reference_square),
-        d=jnp.where(is_first, float(leaves.size), had.size),
+        x1=had.reference_square + jnp.sum(jnp.where(arrives, late.xx, 0.0)),
+        d=jnp.minimum(had.size + new, leaves.total_size),
         dd=jnp.sum(parts.dd) + parts.idle,
         uu=jnp.sum(late.uu),
     )

@@ -23,6 +23,11 @@ def is_inexact(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def count(leaf: Array) -> int:
+    """The number of elements of an array, complex ones as two."""
+    return int(leaf.size) * (2 if jnp.iscomplexobj(leaf) else 1)
+
+
 def working_dtype(dtype: Any) -> Any:
     """The dtype that the step of a parameter is computed in."""
     least = jnp.complex64 if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float32
@@ -64,8 +69,8 @@ def absurd_size(leaves: list[Any], dtype: Any) -> Array:
 def _typical_size(leaf: Array, dtype: Any) -> Array:
     """The median of |x| in a sample of the elements; 0 if they are NaN."""
     leaf = jnp.atleast_1d(leaf)
-    count = leaf.size * (2 if jnp.iscomplexobj(leaf) else 1)
-    places = np.arange(0, count, -(-count // SAMPLE))
+    size = count(leaf)
+    places = np.arange(0, size, -(-size // SAMPLE))
     parts = [leaf]
     if jnp.iscomplexobj(leaf):
         parts, places, is_imaginary = [leaf.real, leaf.imag], places // 2, places % 2
@@ -108,7 +113,7 @@ def dither(point: Array, dtype: Any, step: Array, *, later: bool = False) -> Arr
     element is rounded down or up in proportion to where it lies between its neighbours, against a
     threshold that runs evenly through [0, 1) from step to step and from element to element
     (Roberts' R2 sequence). What `dtype` can represent is left as it is. What is rounded `later` has
-    thresholds that lie half a turn on.
+    thresholds that are shifted by one half.
     """
     if point.dtype == dtype:
         return point

@@ -135,14 +135,8 @@ def _wrap(optimizer: Any, options: Options, process_group: Any) -> Any:
 def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     base = type(optimizer)
     _refuse_twice(base)
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        raise ValueError(
-            f"{base.__name__} wraps another optimizer, and a step of it need not be a step of that "
-            "one. Mechanize the inner optimizer before it is wrapped."
-        )
     _refuse_replaced_step(optimizer)
-    _refuse_steps_in_backward(optimizer)
-    _refuse_to_clip(optimizer, options)
+    _refuse_what_is_not_tuned(optimizer, options)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     made = mechanized_class(base, options)
     with _as_it_was_if_this_fails(optimizer):
@@ -238,15 +232,18 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_steps_in_backward(optimizer: Optimizer) -> None:
+def _refuse_what_is_not_tuned(optimizer: Optimizer, options: Options) -> None:
+    name = type(optimizer).__name__
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise ValueError(
+            f"{name} wraps another optimizer, and a step of it need not be a step of that one. "
+            "Mechanize the inner optimizer before it is wrapped."
+        )
     if callable(getattr(optimizer, "fused_backward", None)):
         raise ValueError(
-            f"{type(optimizer).__name__} moves the weights in the backward pass (fused_backward), "
-            "where there is no step to tune. Use a base that moves them in step()."
+            f"{name} moves the weights in the backward pass (fused_backward), where there is no "
+            "step to tune. Use a base that moves them in step()."
         )
-
-
-def _refuse_to_clip(optimizer: Optimizer, options: Options) -> None:
     several = isinstance(optimizer, LBFGS)  # it evaluates gradients of its own
     if options.max_grad_norm < math.inf and (several or optimizer.defaults.get("differentiable")):
         raise ValueError(
@@ -316,6 +313,7 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
     @functools.wraps(base.__init__)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
+        _refuse_what_is_not_tuned(self, options)
         _attach(self, options, process_group)
 
     def mechanized_step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -93,19 +93,34 @@ def propose(
     Where only the device knows whether the gradients are `finite`, the base skips its step by
     itself if they are not.
     """
-    run = _propose_on_twin if copies.stand_ins else _propose_in_place
-    return run(call, batches, copies, rates, finite)
+    if copies.stand_ins:
+        before = None if is_familiar(call) else _look_out(call, batches)
+        run = functools.partial(_run_on_twin, call, batches, copies, rates, finite, before)
+    else:
+        before = copies.points
+        run = functools.partial(_run_in_place, call, batches, copies, rates, finite)
+    if before is None or is_traced():
+        return run()
+    try:
+        return run()
+    except BaseException:  # it may have come before the parameters were put back
+        vectors.put_back(batches, before)
+        raise
 
 
-def _propose_on_twin(
-    call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
+def _run_on_twin(
+    call: Call,
+    batches: list[Batch],
+    copies: Copies,
+    rates: list[Rate],
+    finite: Flag,
+    before: list[list[Tensor]] | None,
 ) -> Proposal:
     origin = [batch.params for batch in batches]
     if modes.has_modes(type(call.optimizer)):
         origin = modes.show_own_point(call.mechanism.scalars.read(), batches, copies.points)
     twin = Twin(call.optimizer, copies.stand_ins)
     twin.prepare(call.optimizer, rates)
-    before = None if is_familiar(call) else _look_out(call, batches)
     try:
         with skipping.by_base(twin.optimizer, copies.stand_ins.values(), finite):
             result = call.run_base(twin.optimizer)
@@ -114,7 +129,7 @@ def _propose_on_twin(
             points = _points_found(call, batches, points, before, keeps=twin.keeps_stand_ins())
     finally:
         if before is not None:
-            _put_back(batches, before)
+            vectors.put_back(batches, before)
     return Proposal(points, origin, result, twin)
 
 
@@ -149,7 +164,7 @@ def _points_found(
     return found
 
 
-def _propose_in_place(
+def _run_in_place(
     call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
 ) -> Proposal:
     optimizer = call.optimizer
@@ -165,17 +180,5 @@ def _propose_in_place(
             result = call.run_base(optimizer)
         points = [[param.detach().clone() for param in batch.params] for batch in batches]
     finally:
-        _put_back(batches, copies.points)
+        vectors.put_back(batches, copies.points)
     return Proposal(points, origin, result)
-
-
-def _put_back(batches: list[Batch], before: list[list[Tensor]]) -> None:
-    """Put the parameters back, also where that is interrupted."""
-    if is_traced():
-        vectors.put_back(batches, before)
-        return
-    try:
-        vectors.put_back(batches, before)
-    except BaseException:
-        vectors.put_back(batches, before)
-        raise

@@ -290,7 +290,8 @@ def _check_displacement(
 def _check_base_state(optimizer: Optimizer, key: Any, param: Tensor, state: Any) -> None:
     for entry in _SHAPED_LIKE_PARAMETER:
         saved = state.get(entry) if isinstance(state, dict) else None
-        if isinstance(saved, Tensor) and saved.dim() == param.dim():  # some keep one a row, or one
+        # Some bases keep one number per row, or a single number.
+        if isinstance(saved, Tensor) and saved.dim() == param.dim():
             _check_shape(optimizer, key, entry, saved, tuple(param.shape))
 
 

@@ -32,15 +32,15 @@ class _Kept(NamedTuple):
     own: Tensor
     """The stand-in"""
     point: Tensor
-    """It, as a batch has its parameters"""
+    """The stand-in in the form of a batch: real numbers, and the local part"""
     size: int
     """Its bytes"""
 
 
 class CopyCache:
-    """Stand-ins of parameters, made once: to make a DTensor costs more than to copy it. Their
-    memory is there only while a step needs it. So they are for bases alone that are known to keep
-    nothing of them."""
+    """Stand-ins of parameters. Making a DTensor costs more than copying one, so they are made once.
+    Their memory exists only during a step, so they are used only for bases that are known to keep
+    no reference to them."""
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, _Kept] = {}

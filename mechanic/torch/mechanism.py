@@ -19,7 +19,7 @@ DISPLACEMENT = "mechanic_displacement"
 """The key of a parameter's displacement in `optimizer.state[parameter]`."""
 
 CHECKS = 10
-"""In so many first steps of a process, a base that nothing is known of is watched."""
+"""The number of first steps in which a base that nothing is known of is watched."""
 
 NO_PICKLE = (
     "an optimizer that was mechanized with process_group= cannot be pickled: a group does not "
@@ -40,7 +40,7 @@ class Mechanism:
         self.steps_in_place = False
         """Whether the base has to be run on the parameters themselves (see `base.py`)"""
         self.checks_left = CHECKS
-        """In how many more steps it is looked for that"""
+        """The number of further steps in which the base is watched for that"""
         self.copies = CopyCache()
         self.kernels = KernelCache()
         self._start(home)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import vectors
-from mechanic.torch.commit import commit
+from mechanic.torch.commit import Values, commit
 from mechanic.torch.copies import record_copies
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.rates import rate_of
@@ -92,14 +92,17 @@ def change_mode(
         own.prepare(optimizer, rates)
         result = base_mode(own.optimizer)
         by = Coefficients(torch.zeros_like(numbers.scale), numbers.scale, 1 / numbers.share)
-        commit(
-            [
-                write
-                for batch, after, before in zip(batches, points, origin, strict=True)
-                for write in vectors.moves(
-                    batch, after, before, by.like(batch), mechanism.counts.read().steps
-                )
-            ]
-        )
-        own.take_over(optimizer)
+        writes = [
+            write
+            for batch, after, before in zip(batches, points, origin, strict=True)
+            for write in vectors.moves(
+                batch, after, before, by.like(batch), mechanism.counts.read().steps
+            )
+        ]
+
+        def change_groups() -> Values:
+            own.take_over(optimizer)
+            return [], []
+
+        commit([*writes, change_groups])
     return result

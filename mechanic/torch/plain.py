@@ -177,8 +177,8 @@ def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
 
 
 def _is_near(ready: Ready, parts: Parts) -> Flag:
-    """Whether neither S·Δ nor what is stored of Δ, nor what proposals are multiplied with for
-    either, is so large that the next could be infinite. Without a minimum S grows for ever."""
+    """Whether S·Δ, the stored Δ and the factors of the proposals are all so small that the next
+    step cannot overflow. On a loss without a minimum S grows for ever."""
     if not ready.options.skip_nonfinite or not isinstance(parts.dd, Tensor):
         return YES
     unit = max([0.0, *(r.unit for r in ready.rates.rates if isinstance(r.unit, float))])
@@ -296,8 +296,8 @@ def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tun
 
 
 def _refuse_nonfinite_update(call: Call, ready: Ready, uu: Tensor) -> None:
-    """Skip a step whose gradients are finite, but not what the base makes of them, where that is
-    known in time."""
+    """Skip a step whose gradients are finite but whose update is not, where the update is measured
+    before it is applied."""
     if not ready.options.skip_nonfinite or not can_look(ready.home) or math.isfinite(float(uu)):
         return
     warnings.warn(

@@ -30,6 +30,7 @@ _PROPORTIONAL = {
     "torch.optim.adagrad.Adagrad.step",
     "torch.optim.adam.Adam.step",
     "torch.optim.adamax.Adamax.step",
+    "torch.optim.adamw.AdamW.step",  # in torch 2.6; later it is Adam's
     "torch.optim.nadam.NAdam.step",
     "torch.optim.radam.RAdam.step",
     "torch.optim.rmsprop.RMSprop.step",

@@ -94,10 +94,11 @@ class Scalars:
 
 def pack(numbers: Numbers) -> Tensor:
     """The numbers as the rows of one tensor."""
-    values = [*numbers[1:], *numbers.state]
+    state, *beside = numbers
+    values = [*beside, *state]
     if type(numbers.scale) is float:
         return torch.tensor(values, dtype=torch.float64, device="cpu").unsqueeze(1)
-    return torch.stack([value.expand(len(numbers.state.beta)) for value in values])
+    return torch.stack([value.expand(len(state.beta)) for value in values])
 
 
 def can_look(home: torch.device) -> bool:

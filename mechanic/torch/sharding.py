@@ -23,7 +23,7 @@ class Ranks(NamedTuple):
     params: tuple[Tensor, ...]
     """The parameters that this was made for"""
     counted: frozenset[Tensor]
-    """Those of them whose local part counts here: it is no other process's over again"""
+    """Those of them whose local part counts here: no other process counts the same part"""
 
 
 def begin_sums(ranks: Ranks | None, parts: Sequence[Any]) -> Callable[[], Sequence[Any]]:

@@ -41,6 +41,9 @@ class Batch(NamedTuple):
     local parts of what is sharded."""
 
     group: int
+    device: torch.device
+    dtype: torch.dtype
+    """The dtype that is computed in"""
     owners: list[Tensor]
     """The parameters themselves, which key the optimizer's state"""
     params: list[Tensor]
@@ -50,16 +53,6 @@ class Batch(NamedTuple):
     displacements: list[Tensor]
     counts: bool = True
     """Whether its part of the sums counts here, or on another process that holds the same"""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.params[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that is computed in."""
-        return working_dtype(self.params[0])
 
     def like_params(self, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors that are like the owners, as `params` has those."""
@@ -89,10 +82,11 @@ class Coefficients(NamedTuple):
     def like(self, batch: Batch) -> "Coefficients":
         """The same on the device of a batch, and in the dtype that it is computed in."""
         device, dtype = batch.device, batch.dtype
-        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in self[:3]))
+        *values, kept = self
+        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in values))
         if self.keeps_all:
             return own
-        return own._replace(kept=torch.as_tensor(self.kept, dtype=dtype, device=device))
+        return own._replace(kept=torch.as_tensor(kept, dtype=dtype, device=device))
 
     @property
     def keeps_all(self) -> bool:
@@ -225,7 +219,8 @@ def batches(
         counts = counted is None or param in counted
         key = (group, param.device, param.dtype, counts)
         if key not in made:
-            made[key] = Batch(group, [], [], [], [], [], counts)
+            dtype = working_dtype(param)
+            made[key] = Batch(group, param.device, dtype, [], [], [], [], [], counts)
         batch = made[key]
         batch.owners.append(param)
         batch.params.append(view(param, param))
@@ -426,7 +421,7 @@ def dither(
     a threshold that runs evenly through [0, 1) from step to step and from element to element
     (Roberts' R2 sequence), so that it is reproducible and needs no random state. A value that
     `dtype` can represent is left as it is. `first` is the place of the first element in its tensor;
-    what is rounded `later` has thresholds that lie half a turn on.
+    what is rounded `later` has thresholds that are shifted by one half.
     """
     if point.dtype == dtype:
         return point

@@ -26,6 +26,7 @@ SUITES: dict[str, Callable[[Data], list[Task]]] = {
         "diffusion",
         "rl",
         "gan",
+        "jax",
         "scaling",
         "dropout",
     )

@@ -43,9 +43,9 @@ def has_triton() -> bool:
 @functools.cache
 def works_on(device: torch.device) -> bool:
     """Whether a kernel can be compiled and run: Triton wants a C compiler and a GPU it knows."""
-    from mechanic.torch.kernels import launch
-
     try:
+        from mechanic.torch.kernels import launch
+
         launch.try_out(device)
     except torch.OutOfMemoryError:
         raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from mechanic.torch.rates import step_name
 
@@ -65,10 +65,10 @@ def hyperparameters(optimizer: Any, base: KnownBase, group: dict[str, Any]) -> H
     return Hyperparameters(group["momentum"], group["dampening"], decay=group["weight_decay"])
 
 
-def _adam(_: Optimizer, group: dict[str, Any]) -> KnownBase | None:
+def _adam(optimizer: Optimizer, group: dict[str, Any]) -> KnownBase | None:
     if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
         return None
-    decoupled = group["decoupled_weight_decay"]
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))  # none in 2.6
     return KnownBase("adamw" if decoupled else "adam", ("exp_avg", "exp_avg_sq"), has_steps=True)
 
 
@@ -85,6 +85,7 @@ def _lion(optimizer: Any, _: dict[str, Any]) -> KnownBase | None:
 
 _BASES: dict[str, Callable[[Optimizer, dict[str, Any]], KnownBase | None]] = {
     "torch.optim.adam.Adam.step": _adam,
+    "torch.optim.adamw.AdamW.step": _adam,  # in torch 2.6; later it is Adam's
     "torch.optim.sgd.SGD.step": _sgd,
     "lion_pytorch.lion_pytorch.Lion.step": _lion,
 }

@@ -1,0 +1,55 @@
+"""The numbers to log, under the same names everywhere."""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch.handle import tuner
+from mechanic.torch.rates import EFFECTIVE_LR
+
+PREFIX = "mechanic"
+
+
+def metrics(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, float]:
+    """What a logger takes: the learned scale, and the learning rate of each group in the last step.
+
+    A group goes by its `name`, where it has one, and else by its place. The call waits for the
+    device once.
+
+    Args:
+        optimizer: a mechanized optimizer, or the wrapper of a trainer around it.
+        prefix: the first part of each name; of use where there are several optimizers.
+
+    Raises:
+        ValueError: if the optimizer is not mechanized, or if two of its groups have the same name.
+
+    Examples:
+        >>> import torch
+        >>> from mechanic.integrations import metrics
+        >>> from mechanic.torch import mechanize
+        >>> weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        >>> groups = [{"params": weights[:1], "name": "head"}, {"params": weights[1:], "lr": 0.1}]
+        >>> optimizer = mechanize(torch.optim.SGD(groups, lr=1.0))
+        >>> list(metrics(optimizer))
+        ['mechanic/scale', 'mechanic/lr/head', 'mechanic/lr/1']
+    """
+    found = tensors(optimizer, prefix)
+    values = torch.stack([value.to(torch.float64) for value in found.values()]).tolist()
+    return dict(zip(found, values, strict=True))
+
+
+def tensors(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, Tensor]:
+    """The same numbers as tensors on the device: nothing waits until one is read."""
+    handle = tuner(optimizer)
+    groups = optimizer.param_groups
+    names = [str(group.get("name", place)) for place, group in enumerate(groups)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"the groups of this {type(optimizer).__name__} have the names {', '.join(names)}, so "
+            "that one rate would be logged over another. Give each group a name of its own."
+        )
+    found = {f"{prefix}/scale": handle.scale}
+    for name, group, present in zip(names, groups, handle.effective_lr, strict=True):
+        # A schedule may have moved on since the step. A group added after it has no rate yet.
+        found[f"{prefix}/lr/{name}"] = group.get(EFFECTIVE_LR, present).clone()
+    return found
