@@ -9,7 +9,8 @@ loaded into a fresh optimizer, or a deep copy that goes on in place of the origi
 the weights have to be finite. At the end
 
 - the memory of the process must not have grown since a tenth of the run,
-- the weights must be where the displacement says, x = x_ref + S·Δ, within the bound below,
+- the weights must be where the displacement says, x = x_ref + S·Δ, within the bound below (x_ref is
+  the point at which the displacement last began anew),
 - and two runs of the same seed must give the same bits.
 """
 
@@ -59,7 +60,7 @@ class Run:
         self.noise = torch.Generator().manual_seed(seed)
         self.optimizer = self._make()
         self.faults: Counter[str] = Counter()
-        self.steps = 0
+        self.steps = self.forgotten = 0
 
     def _make(self) -> Optimizer:
         return mechanize(BASES[self.base](self.net.parameters()))
@@ -75,11 +76,26 @@ class Run:
         if fault:
             self.faults[fault] += 1
             FAULTS[fault](self)
+        before, updates = [param.detach().clone() for param in self.net.parameters()], self._updates
         with contextlib.suppress(TrippedError, KeyboardInterrupt):
             self.optimizer.step()
+        if self._updates > updates and self._has_forgotten:
+            self.first = before
+            self.forgotten += 1
         self.steps += 1
         if not all(bool(param.isfinite().all()) for param in self.net.parameters()):
             raise SystemExit(f"weights are not finite in step {self.steps}, {fault or 'no fault'}")
+
+    @property
+    def _updates(self) -> int:
+        """The number of steps that the tuner has learned from."""
+        return int(self.optimizer._mechanic.counts.read().updates)  # type: ignore[attr-defined]
+
+    @property
+    def _has_forgotten(self) -> bool:
+        """Whether the displacement was found to be wrong, so that it began anew in this step."""
+        state = self.optimizer._mechanic.scalars.read().state  # type: ignore[attr-defined]
+        return bool(state.hesitation > 0) and bool(state.top == state.s.sum())
 
     def drift(self) -> float:
         """How far the weights are from where the displacement says, beside their norm."""
@@ -161,6 +177,8 @@ class Result(NamedTuple):
 
     steps: int
     faults: int
+    forgotten: int
+    """How often the displacement began anew"""
     drift: float
     grown: int
 
@@ -178,7 +196,8 @@ def soak(base: str, seconds: float) -> Result:
         run.step()
         if not before and passed > seconds / 10:
             before = memory()
-    return Result(run.steps, sum(run.faults.values()), run.drift(), memory() - before)
+    faults = sum(run.faults.values())
+    return Result(run.steps, faults, run.forgotten, run.drift(), memory() - before)
 
 
 def is_deterministic(base: str) -> bool:
@@ -208,16 +227,17 @@ def main() -> None:
         f"- date: {datetime.date.today()}; seed 0, and seed 1 for the comparison of two runs",
         f"- faults: {', '.join(FAULTS)}",
         "",
-        "| base | steps | faults | drift of the weights | memory grown | two runs |",
-        "|---|---:|---:|---:|---:|---|",
+        "| base | steps | faults | begun anew | drift of the weights | memory grown | two runs |",
+        "|---|---:|---:|---:|---:|---:|---|",
     ]
     failed = False
     for base in BASES:
         found, same = soak(base, 60 * asked.minutes / len(BASES)), is_deterministic(base)
         failed = failed or found.drift > DRIFT or found.grown > GROWTH or not same
         lines.append(
-            f"| {base} | {found.steps:,} | {found.faults:,} | {found.drift:.1e} "
-            f"| {found.grown / 2**20:.1f} MiB | {'the same bits' if same else 'DIFFERENT'} |"
+            f"| {base} | {found.steps:,} | {found.faults:,} | {found.forgotten} "
+            f"| {found.drift:.1e} | {found.grown / 2**20:.1f} MiB "
+            f"| {'the same bits' if same else 'DIFFERENT'} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)

@@ -28,7 +28,7 @@ from mechanic.bench.train import DivergedError, Outcome, train
 
 CPU = torch.device("cpu")
 HYPERPARAMETERS = {"adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
-STEPS = 60
+STEPS = 40
 
 
 def drawn(seed: int) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from mechanic.optax import effective_learning_rate, mechanize, scale
+from mechanic.optax import effective_learning_rate, freeze, mechanize, scale, unfreeze
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(64, 6)).astype(np.float32)
@@ -103,6 +103,30 @@ def test_nnx():
     assert float(effective_learning_rate(optimizer.opt_state, 0.5)) == pytest.approx(
         0.5 * float(scale(optimizer.opt_state))
     )
+
+
+@pytest.mark.nightly
+def test_freeze_in_nnx():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mechanize(optax.sgd(1.0)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        grads = nnx.grad(lambda own: (own(jnp.ones((4, 3))) - 2).var() + own.kernel[...].var())(
+            model
+        )
+        optimizer.update(model, grads)
+
+    for _ in range(20):
+        step(model, optimizer)
+    before = float(scale(optimizer.opt_state))
+    optimizer.opt_state = freeze(optimizer.opt_state)
+    for _ in range(3):
+        step(model, optimizer)
+    assert float(scale(optimizer.opt_state)) == before > 0
+    optimizer.opt_state = unfreeze(optimizer.opt_state)
+    step(model, optimizer)
+    assert float(scale(optimizer.opt_state)) != before
 
 
 class Equinox(eqx.Module):

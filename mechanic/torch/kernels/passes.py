@@ -64,7 +64,8 @@ def _at(table, tensor, column, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 def _in_copy(copy, table, tensor, offset):
     """Where a tensor's elements lie in the copy of all of a dtype."""
     DTYPE: tl.constexpr = copy.dtype.element_ty
-    place = tl.load(table + tensor * COLUMNS + PLACE) * (DTYPE.primitive_bitwidth // 8)
+    BITS: tl.constexpr = copy.dtype.element_ty.primitive_bitwidth
+    place = tl.load(table + tensor * COLUMNS + PLACE) * (BITS // 8)
     return _from(copy.to(tl.int64) + place, offset, DTYPE, True)
 
 
@@ -222,7 +223,7 @@ def _propose(x, g, first, second, bias_1, bias_2, coefficients, BASE: tl.constex
         tl.load(coefficients + REST_A),
     )
     b, rest_b = tl.load(coefficients + USED_B), tl.load(coefficients + REST_B)
-    if BASE == "adam" or BASE == "sgd" or BASE == "momentum" or BASE == "nesterov":
+    if (BASE == "adam" or BASE == "sgd") or (BASE == "momentum" or BASE == "nesterov"):
         g += decay * x
     if BASE == "adam" or BASE == "adamw":
         first += rest_a * (g - first)
