@@ -313,7 +313,7 @@ def plots() -> int:
 
 def wait_for_plots(page: Page, count: int) -> None:
     """The page forbids `eval`, by which Playwright would wait."""
-    for _ in range(100):
+    for _ in range(400):
         if page.evaluate(DRAWN) >= count:
             return
         page.wait_for_timeout(100)

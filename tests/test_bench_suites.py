@@ -20,6 +20,7 @@ from mechanic.bench.suites.translators import PAD, Attentive, Recurrent
 from mechanic.bench.task import Budget, BuildSettings, Problem, Task, half_decades
 
 VARIATIONS = ("scaling", "dropout")
+IN_TORCH = [suite for suite in SUITES if suite != "jax"]  # test_optax_bench.py has the other
 CONSTANT = ("diffusion", "rl", "gan")  # suites whose schedules do not decay
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +37,7 @@ def setting(data: Data, seed: int = 0, budget: Budget = "smoke") -> BuildSetting
 def test_suites_are_in_the_order_of_the_docs() -> None:
     assert list(SUITES) == [
         *("convex", "vision", "mlm", "lm", "translation", "finetune"),
-        *("diffusion", "rl", "gan", "scaling", "dropout"),
+        *("diffusion", "rl", "gan", "jax", "scaling", "dropout"),
     ]
 
 
@@ -53,7 +54,7 @@ def test_tasks_are_whole(suite: str, data: Data) -> None:
         assert pickle.loads(pickle.dumps(task)).name == task.name
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", IN_TORCH)
 def test_tasks_build_and_are_measured(suite: str, data: Data) -> None:
     for task in SUITES[suite](data):
         problem = task.build(setting(data))
@@ -72,7 +73,7 @@ def test_tasks_build_and_are_measured(suite: str, data: Data) -> None:
         assert all(p.grad is not None for p in problem.parameters()), task.name  # a tuner sees all
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", IN_TORCH)
 def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
     tasks = distinct(SUITES[suite](data))
     # The suites that vary one model are told by their ends.
@@ -84,7 +85,7 @@ def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
         assert not torch.equal(batch, another), task.name
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in VARIATIONS])
+@pytest.mark.parametrize("suite", [suite for suite in IN_TORCH if suite not in VARIATIONS])
 def test_a_batch_can_be_learned(suite: str, data: Data) -> None:
     for task in distinct(SUITES[suite](data)):
         problem = task.build(setting(data))

@@ -100,6 +100,8 @@ def test_groups_that_are_changed_by_hand() -> None:
 
 @pytest.mark.parametrize("base", by_kind(b for b in plain_bases if not b.one_group))
 def test_add_param_group_mid_run(base: Base) -> None:
+    if base.id == "Adagrad" and torch.__version__ < (2, 13):
+        pytest.skip("an older torch's Adagrad makes no state for a new group")
     problem = make_problem(base)
     patience, problem.patience = problem.patience, 1
     start = problem.total()
