@@ -2,12 +2,9 @@
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
-# The oldest torch that pyproject.toml allows, and the torchao of its time.
-OLDEST := torch==2.6.0 torchao==0.13.0
 BIN := .venv/bin
-PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo bench test test-all test-oldest check step-cost soak audit clean
+.PHONY: demo bench test test-all check step-cost soak audit clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -18,25 +15,11 @@ bench: .venv/bench.stamp
 	$(BIN)/mechanic report
 
 test: check
-	$(BIN)/python $(PYTEST) --doctest-modules
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules
 
-# The tests that take minutes as well, and the oldest torch.
+# The tests that take minutes as well.
 test-all: check
-	$(BIN)/python $(PYTEST) --doctest-modules -m "nightly or not nightly"
-	$(MAKE) test-oldest
-
-# The tests of mechanic.torch and mechanic run with the oldest torch. The bench, optax and the
-# kernels, which need a newer Triton's interpreter, are left out.
-test-oldest: .venv-oldest/stamp
-	.venv-oldest/bin/python $(PYTEST) tests --ignore-glob="*/test_bench_*" --ignore-glob="*/test_optax_*" \
-		--ignore-glob="*/test_kernel*" --ignore=tests/test_house.py --ignore=tests/test_docs.py \
-		--ignore=tests/test_quality.py
-
-.venv-oldest/stamp: pyproject.toml Makefile
-	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(OLDEST)
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,test]"
-	touch $@
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules -m "nightly or not nightly"
 
 # Format, lint and types: the same here and in CI.
 check: .venv/dev.stamp
@@ -64,4 +47,4 @@ audit: .venv/dev.stamp
 	$(BIN)/pip-audit --skip-editable
 
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv
