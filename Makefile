@@ -2,9 +2,12 @@
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
+# The oldest torch that pyproject.toml allows, and the torchao of its time.
+OLDEST := torch==2.6.0 torchao==0.13.0
 BIN := .venv/bin
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo bench test test-all check step-cost soak audit clean
+.PHONY: demo bench test test-all test-oldest check docs figures release-check step-cost soak audit clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -15,17 +18,43 @@ bench: .venv/bench.stamp
 	$(BIN)/mechanic report
 
 test: check
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules
+	$(BIN)/python $(PYTEST) --doctest-modules
 
-# The tests that take minutes as well.
-test-all: check
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --doctest-modules -m "nightly or not nightly"
+# The tests that take minutes as well, those of all trainers and loggers, and the oldest torch.
+test-all: check .venv/integrations.stamp
+	$(BIN)/python $(PYTEST) --doctest-modules -m "nightly or not nightly"
+	$(MAKE) test-oldest
+
+# The tests of mechanic.torch and mechanic run with the oldest torch. The bench, optax and the
+# kernels, which need a newer Triton's interpreter, are left out.
+test-oldest: .venv-oldest/stamp
+	.venv-oldest/bin/python $(PYTEST) tests --ignore-glob="*/test_bench_*" --ignore-glob="*/test_optax_*" \
+		--ignore-glob="*/test_kernel*" --ignore-glob="*/test_docs*" --ignore=tests/test_house.py \
+		--ignore=tests/test_quality.py
+
+.venv-oldest/stamp: pyproject.toml Makefile
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(OLDEST)
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,test]"
+	touch $@
 
 # Format, lint and types: the same here and in CI.
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in site/: open site/index.html. A warning, such as a dead link, is an error.
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The figures of the docs, in docs/images, from runs of a minute.
+figures: .venv/demo.stamp
+	$(BIN)/python docs/figures.py
+
+# Wheel and sdist, in dist/, and the wheel in an empty environment for each extra.
+release-check: .venv/dev.stamp
+	$(BIN)/python tests/release.py "$(TORCH)"
 
 step-cost: .venv/dev.stamp
 	$(BIN)/python benchmarks/step_cost.py
@@ -47,4 +76,4 @@ audit: .venv/dev.stamp
 	$(BIN)/pip-audit --skip-editable
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-oldest

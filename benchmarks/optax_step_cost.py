@@ -2,13 +2,16 @@
 
     python benchmarks/optax_step_cost.py                          # a tiny model, on any device
     python benchmarks/optax_step_cost.py --size 124M --rounds 50  # GPT-2's shapes, for a GPU
+    python benchmarks/optax_step_cost.py --steps 20               # 20 steps in one jit
     python benchmarks/optax_step_cost.py --output FILE.md         # write the table there too
 
 A step is `update` and `apply_updates` in one `jit`, with parameters and state donated. Everything
 is measured in one run, in rounds. A round times one step of every method, so that other work on the
 machine affects all of them alike. The ratio is the median over the rounds of a method's time
 divided by that of adamw in the same round. The first steps, in which Mechanic measures the norm of
-the update, are made before.
+the update, are made before. Where a model is trained, the host hands over the next step while the
+device works on this one; here it does not, so that with `--steps 1` its time counts. `--steps 20`
+shows the time of the device alone: 20 steps are one call, each with its own gradients.
 
 Memory is what the compiled step needs at its peak, as the compiler has planned it: arguments,
 results that are not written in their place, and what is stored in between.
@@ -85,23 +88,32 @@ def draw(key: Any, like: dict[str, tuple[int, ...]], scale: float, dtype: Any) -
 class Run:
     """One method, with parameters of its own."""
 
-    def __init__(self, tx: Any, make_params: Callable[[], Any], grads: Any) -> None:
+    def __init__(self, tx: Any, make_params: Callable[[], Any], grads: Any, steps: int) -> None:
+        self.steps = steps
         self.params = make_params()
         self.state = jax.tree.map(jnp.copy, tx.init(self.params))  # contrib's holds the parameters
 
-        def step(params: Any, state: Any, grads: Any) -> Any:
+        def step(t: Any, carried: Any, grads: Any) -> Any:
+            params, state = carried
+            # Not the same in each step, or the compiler would take their norm once.
+            grads = jax.tree.map(lambda grad: grad * (1 + 0.01 * t).astype(grad.dtype), grads)
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        jitted = jax.jit(step, donate_argnums=(0, 1))
+        def call(params: Any, state: Any, grads: Any) -> Any:
+            if steps == 1:
+                return step(jnp.float32(0), (params, state), grads)
+            return jax.lax.fori_loop(0, steps, partial(step, grads=grads), (params, state))
+
+        jitted = jax.jit(call, donate_argnums=(0, 1))
         self.compiled = jitted.lower(self.params, self.state, grads).compile()
 
     def step(self, grads: Any) -> float:
-        """Make a step; its seconds, to the end of the last kernel."""
+        """Make a call; its seconds for each step, to the end of the last kernel."""
         began = time.perf_counter()
         self.params, self.state = self.compiled(self.params, self.state, grads)
         jax.block_until_ready((self.params, self.state))
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / self.steps
 
     @property
     def bytes(self) -> int:
@@ -110,13 +122,15 @@ class Run:
         return int(plan.argument_size_in_bytes + results + plan.temp_size_in_bytes)
 
 
-def measure(size: Size, methods: list[str], rounds: int, dtype: Any) -> dict[str, list[str]]:
+def measure(
+    size: Size, methods: list[str], rounds: int, dtype: Any, steps: int
+) -> dict[str, list[str]]:
     """The cells of a row for each method."""
     like = shapes(size)
     new_grads = jax.jit(lambda t: draw(jax.random.fold_in(jax.random.key(1), t), like, 1e-3, dtype))
     make_params = partial(draw, jax.random.key(0), like, 0.02, dtype)
     grads = new_grads(0)
-    runs = {name: Run(METHODS[name](), make_params, grads) for name in methods}
+    runs = {name: Run(METHODS[name](), make_params, grads, steps) for name in methods}
     times: dict[str, list[float]] = {name: [] for name in methods}
     for t in range(WARM_UP + rounds):
         grads = jax.block_until_ready(new_grads(t))
@@ -151,12 +165,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=1, help="the steps of one call")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     methods = list(dict.fromkeys([FIRST, *args.methods]))
     size = SIZES[args.size]
     count = sum(int(jnp.prod(jnp.array(shape))) for shape in shapes(size).values())
@@ -164,10 +181,13 @@ def main() -> None:
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax"))
     head = (
         f"{args.size}: {count:,} parameters in {len(shapes(size))} arrays of {args.dtype}, "
-        f"{args.rounds} rounds, on {device.device_kind} ({device.platform}, {platform.machine()}), "
+        f"{args.rounds} rounds of {args.steps} steps, "
+        f"on {device.device_kind} ({device.platform}, {platform.machine()}), "
         f"{packages}, {datetime.date.today()}\n"
     )
-    text = f"{head}\n{table(measure(size, methods, args.rounds, jnp.dtype(args.dtype)))}\n"
+    text = (
+        f"{head}\n{table(measure(size, methods, args.rounds, jnp.dtype(args.dtype), args.steps))}\n"
+    )
     print(text)
     if args.output:
         args.output.write_text(text, "utf-8")

@@ -218,9 +218,9 @@ def plot_rates(ax: Axes, result: Comparison) -> None:
 
 
 def save_plot(results: dict[str, Comparison], path: Path) -> None:
-    figure = Figure(figsize=(15, 10), layout="constrained")
+    figure = Figure(figsize=(15, 5 * len(results)), layout="constrained")
     for row, (name, result) in enumerate(results.items()):
-        part = figure.add_subfigure(figure.add_gridspec(2)[row])
+        part = figure.add_subfigure(figure.add_gridspec(len(results))[row])
         part.suptitle(verdict(name, result), fontweight="bold")
         ends, losses, rates = part.subplots(1, 3)
         plot_ends(ends, result)
@@ -235,7 +235,7 @@ def save_plot(results: dict[str, Comparison], path: Path) -> None:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
     handles, labels = ends.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110, bbox_inches="tight", pad_inches=0.2)
 
 

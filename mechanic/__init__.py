@@ -1,4 +1,4 @@
-"""Mechanic: a learning-rate tuner that wraps any optimizer.
+"""Mechanic: a learning-rate tuner that wraps an optimizer of PyTorch or optax.
 
 Importing this package imports no framework. Import the adapter of the framework you use::
 

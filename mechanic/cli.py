@@ -64,7 +64,7 @@ def _check_packages(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mechanic",
-        description="A learning-rate tuner that wraps any optimizer.",
+        description="A learning-rate tuner that wraps the optimizer that you use.",
         epilog="examples: mechanic run train.py --epochs 3; mechanic bench convex",
         allow_abbrev=False,
     )

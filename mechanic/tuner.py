@@ -9,9 +9,9 @@ Learning Rate Tuner"):
     =======  ==========================================================================
     x_t, g_t the parameters, and the gradient there
     u_t      the update that the base optimizer proposes
-    Δ_t      the sum of the updates before step t (`displacement`)
-    S_t      the sum of the scales s_t: x_t = x_ref + S_t·Δ_t (`scale`)
-    h_t      ⟨Δ_t, g_t⟩, the derivative of the loss along the displacement
+    Δ_t      the sum of the updates before step t (`displacement`), or what is retained of it
+    S_t      the sum of s_t over the β: x_t = x_ref + S_t·Δ_t (`scale`)
+    h_t      ⟨Δ_t, g_t⟩, the derivative of the loss along Δ; −S·h > 0 is a fall of the loss
     m, v, r  its largest size, sum of squares and collected reward, discounted by β
     =======  ==========================================================================
 
@@ -20,7 +20,7 @@ parameters are made with, and the part of Δ_t that is retained (1 in the paper)
 
     Δ_{t+1} = retained·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
 
-Where nothing is retained, x_ref becomes x_t, so that the parameters stay where they are.
+Where nothing is retained, the caller sets x_ref to x_t, and the parameters stay where they are.
 
 `docs/algorithm.md` lists each place where a rule leaves the paper's text, and why.
 """
@@ -36,11 +36,11 @@ from mechanic.options import Options, Preset
 # chosen on and what they were confirmed on.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
-BACK = 0.5  # the scale after the ramp, as a part of the one that ended it
-OUTLIER = 4.0  # a rise of S·h so many times above its recent falls may halve S
+BACK = 0.5  # a further factor on the scale in the step that ends the ramp
+OUTLIER = 4.0  # so many times above recent falls the brake begins; at twice that it halves S
 SHORT = 0.95  # what is recent fades by this factor in each step
-LEAST = 0.01  # below this part of the largest |S·h|, the scale changes by as much less
-LOST = 0.1  # Δ was wrong when the scale has fallen to this part of the ramp's largest
+LEAST = 0.01  # below this part of the stake the scale changes less
+WRONG = 0.1  # Δ was wrong when the scale has fallen to this part of `top`
 THAW = 4.0  # the tuner's hesitation is divided by this when Δ was wrong
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
 
@@ -89,12 +89,15 @@ class PaperState(NamedTuple):
 
 
 class DefaultState(NamedTuple):
-    """The state of the default rule, whose own numbers are in words."""
+    """The state of the default rule, whose own numbers are in words. It has one scale, the sum of
+    `s`, and takes the mean of the β."""
 
     beta: Array
     s: Array
     U: Array
+    """The largest ‖u‖ so far"""
     D: Array
+    """‖Δ‖ without the last update"""
     ramp_size: Array
     """The number of parameters that the ramp was made for"""
     largest_cosine: Array
@@ -102,9 +105,9 @@ class DefaultState(NamedTuple):
     hesitation: Array
     """What the steps against Δ add up to; 0 in the ramp"""
     recent_fall: Array
-    """The largest recent fall of the loss along Δ, −S·h"""
+    """The largest recent fall of the loss along Δ, −S·h, or rise divided by `OUTLIER`"""
     largest_change: Array
-    """The largest |S·h| of all"""
+    """The largest |S·h| since the ramp began"""
     stake: Array
     """The same, except that one step against Δ raises it at most `OUTLIER`-fold"""
     top: Array
@@ -152,97 +155,108 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[DefaultState, Array]:
-    """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says.
+    """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says
+    beside the largest recent one, and x − x_ref follows in part (`_offset_factor`).
 
-    The *ramp* is the time until the first step against Δ. After it every step against Δ makes the
+    A step is *against Δ* if its cosine is negative. The *ramp* is the time until the first of them;
+    it begins anew when many parameters are added. After the ramp every step against Δ makes the
     tuner hesitate more, so that in noise the scale settles.
     """
     xp, S = namespace(sums.dg), total(state.s)
     sigma, U = start(options, state, sums)
     is_new = sums.d > ADDED * state.ramp_size
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where a ramp begins
+    is_ramp_over = state.hesitation > 0
 
-    h = _signal(options, 1.0, sums)  # without S, whose unit is the typed lr
-    cosine = finite(divide(-h, xp.sqrt(sums.dd * sums.gg)))
-    largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
-    fall = finite(-S * h)
-    largest_change = maximum(abs(fall), state.largest_change)
-    stake = _raised(state.stake, fall)
-    much = _much(fall, state.recent_fall)
-    # Where g lies along Δ, and little is left to gain or was lost, the base finds the place itself.
-    rest = 1 - cosine * cosine * (1 - much)
-    c = divide(rest * cosine, largest_cosine)
+    cosine, fall, recent_part, largest_cosine, largest_change, stake = _look(options, state, sums)
+    # When g is parallel to Δ and the change is small beside recent ones, the base converges by
+    # itself: the scale is left alone.
+    trust = 1 - cosine * cosine * (1 - recent_part)
+    c = divide(trust * cosine, largest_cosine)
 
-    # After a fall larger than any change before, what was counted until then counts as much less:
-    # less was at stake.
+    # A record fall makes earlier hesitation count less, by the ratio of the largest changes.
     is_record = fall > state.largest_change
     discount = xp.where(is_record, divide(state.largest_change, largest_change), 1.0)
     hesitation = state.hesitation * discount
-    step = _speed(hesitation, cosine) * abs(c)
-    # Without noise, where cosines come close to 1, one of some size against Δ says that the run
-    # diverges, however slow the tuner has become.
-    divergence = largest_cosine**2 * much * cosine * cosine
-    by = _factor(c, hesitation, step, divergence, _worth(fall, stake))
+    ramp_speed = (1 + maximum(cosine, 0.0)) / 2
+    step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
+    # Without noise cosines come close to 1, and a large one against Δ means divergence, however
+    # slow hesitation has made the tuner.
+    divergence = largest_cosine**2 * recent_part * cosine * cosine
+    worth = xp.clip(_part(fall, stake) / LEAST, 0.0, 1.0)
+    back = xp.where(is_ramp_over, 1.0, BACK)
+    factor = _factor(c, worth, step, divergence, back)
     brake = _brake(fall, largest_change, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     shrunk = 1 / maximum(divide(U, state.U), 1.0)
-    tuned = xp.where(known > 0, by / brake * S * shrunk, sigma)
+    tuned = xp.where(known > 0, factor / brake * S * shrunk, sigma)
     s = _capped(options, tuned / count(state.beta) + 0 * state.beta)
     tuned = total(s)
 
-    top = maximum(state.top * shrunk, xp.where(state.hesitation > 0, 0.0, tuned))
-    is_lost = xp.where(state.hesitation > 0, top * LOST, 0.0) > tuned
-    past = xp.where(is_lost, 0.0, 1 + rest * (_past(by) - 1))
-    retained = xp.where(S > 0, divide(xp.where(known > 0, past, 1.0) * S, tuned), 1.0)
+    top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
+    is_wrong = xp.where(is_ramp_over, top * WRONG, 0.0) > tuned
+    offset_factor = xp.where(is_wrong, 0.0, 1 + trust * (_offset_factor(factor) - 1))
+    offset_factor = xp.where(known > 0, offset_factor, 1.0)
+    retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
     learned = {
         "largest_cosine": largest_cosine,
-        "hesitation": (hesitation + maximum(-c, 0.0)) / xp.where(is_lost, THAW, 1.0),
+        "hesitation": (hesitation + maximum(-c, 0.0)) / xp.where(is_wrong, THAW, 1.0),
         "recent_fall": maximum(SHORT * state.recent_fall, maximum(fall, -fall / OUTLIER)),
         "largest_change": largest_change,
         "stake": stake,
-        "top": xp.where(is_lost, tuned, top),
+        "top": xp.where(is_wrong, tuned, top),
     }
     learned = {name: xp.where(known > 0, value, 0.0) for name, value in learned.items()}
     ramp_size = xp.where(is_new, sums.d, state.ramp_size)
     return state._replace(s=s, U=U, ramp_size=ramp_size, **learned), retained
 
 
-def _raised(stake: Array, fall: Array) -> Array:
-    """The largest change of all. One blow-up must not make all that follows look like nothing."""
+class _Seen(NamedTuple):
+    """What the default rule sees in a step."""
+
+    cosine: Array
+    fall: Array
+    recent_part: Array
+    """|fall| as a part of the largest recent one, at most 1"""
+    largest_cosine: Array
+    largest_change: Array
+    stake: Array
+
+
+def _look(options: Options, state: DefaultState, sums: Sums) -> _Seen:
+    xp, S = namespace(sums.dg), total(state.s)
+    h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
+    cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd * sums.gg))), -1.0, 1.0)
+    fall = finite(-S * h)
+    return _Seen(
+        cosine,
+        fall,
+        recent_part=xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0),
+        largest_cosine=maximum(mean(state.beta) * state.largest_cosine, abs(cosine)),
+        largest_change=maximum(abs(fall), state.largest_change),
+        stake=_raised_stake(state.stake, fall),
+    )
+
+
+def _raised_stake(stake: Array, fall: Array) -> Array:
+    """The stake after a step. One blow-up must not make all that follows look like nothing."""
     xp = namespace(stake)
     most = xp.where(stake > 0, OUTLIER * stake, math.inf)
     return maximum(maximum(fall, xp.clip(-fall, None, most)), stake)
 
 
-def _much(fall: Array, recent_fall: Array) -> Array:
-    """How much is at stake in this step, from 0 to 1, compared with the largest recent fall."""
-    xp = namespace(fall)
-    part = divide(xp.clip(abs(fall), None, recent_fall), recent_fall)
-    return xp.where(recent_fall > 0, part, 1.0)
+def _part(fall: Array, of: Array) -> Array:
+    """|fall| as a part of something, at most 1; 0 where that is 0."""
+    return divide(namespace(fall).clip(abs(fall), None, of), of)
 
 
-def _speed(hesitation: Array, cosine: Array) -> Array:
-    """How fast the scale follows: in the ramp, the faster the better the direction is known; later,
-    the slower the more went against Δ."""
-    xp = namespace(cosine)
-    return xp.where(hesitation > 0, 2 / (2 + hesitation), (1 + maximum(cosine, 0.0)) / 2)
-
-
-def _worth(fall: Array, stake: Array) -> Array:
-    """Near 0 where hardly anything is at stake."""
-    xp = namespace(fall)
-    part = divide(xp.clip(abs(fall), None, stake), stake)
-    return xp.clip(part / LEAST, 0.0, 1.0)
-
-
-def _factor(c: Array, hesitation: Array, step: Array, divergence: Array, worth: Array) -> Array:
-    """What the scale is multiplied with; the ramp ends with a step back. The square of the worth:
-    when all is learned, every step goes along Δ, however large the scale is."""
+def _factor(c: Array, worth: Array, step: Array, divergence: Array, back: Array) -> Array:
+    """What the scale is multiplied with. A rise goes by the square of the worth: when all is
+    learned, every step goes along Δ, and the scale would grow without limit."""
     xp = namespace(c)
-    grown = 1 + worth**2 * step
-    fallen = xp.where(hesitation > 0, 1.0, BACK) / (1 + worth * (step + divergence))
-    return xp.where(c > 0, grown, xp.where(c < 0, fallen, 1.0))
+    fallen = back / (1 + worth * (step + divergence))
+    return xp.where(c > 0, 1 + worth**2 * step, xp.where(c < 0, fallen, 1.0))
 
 
 def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
@@ -251,15 +265,15 @@ def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
     xp = namespace(fall)
     rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
-    record = divide(fall, largest_change) ** 2
-    return 1 + excess * record**2
+    square = divide(fall, largest_change) ** 2
+    return 1 + excess * square**2
 
 
-def _past(by: Array) -> Array:
-    """How x − x_ref follows a change of the scale: by a root, and a fall more than a rise, so that
-    it lies a little closer to x_ref than at a fixed scale, and S settles as much higher."""
-    xp = namespace(by)
-    return xp.sqrt(xp.where(by > 1, xp.sqrt(by), by))
+def _offset_factor(factor: Array) -> Array:
+    """What x − x_ref is multiplied with: the fourth root of a rise, the square root of a fall. So x
+    lies a little closer to x_ref than at a fixed scale, and S settles higher."""
+    xp = namespace(factor)
+    return xp.sqrt(xp.where(factor > 1, xp.sqrt(factor), factor))
 
 
 def _paper(options: Options, state: PaperState, sums: Sums) -> tuple[PaperState, Array]:
@@ -352,7 +366,7 @@ def start(options: Options, state: State, sums: Sums) -> tuple[Array, Array]:
 
 
 def _signal(options: Options, weight: Array, sums: Sums) -> Array:
-    """Algorithm 1, line 10, where the weight is S. The decay is 0 where the parameters are."""
+    """Algorithm 1, line 10, where the weight is S. Parameters that are all 0 have no decay."""
     if options.s_decay == 0:
         return sums.dg
     xp = namespace(sums.dg)

@@ -113,11 +113,15 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     n = len(betas)
-    S, m, v, r = state.get("s", np.zeros(n)).sum(), *(state.get(name, 0.0) for name in "mvr")
-    R, L, top, count = (state.get(name, 0.0) for name in ("R", "L", "top", "count"))
-    ended = v > 0
+    S = state.get("s", np.zeros(n)).sum()
+    strongest, against, recent = (
+        state.get(name, 0.0) for name in ("strongest", "against", "recent")
+    )
+    record, bet, top = (state.get(name, 0.0) for name in ("record", "bet", "top"))
+    count = state.get("count", 0.0)
+    ended = against > 0
 
-    X = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
+    x1_size = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
     D, U_before = np.linalg.norm(delta), state.get("U", 0.0)
     U = max(U_before, D - state.get("D", 0.0))
     if state["t"] <= 10 or state["rise"] > 1.1:
@@ -127,48 +131,50 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     norm = np.linalg.norm(x)
     slope = delta @ g + (decay * np.linalg.norm(g) * (delta @ x) / norm if norm > 0 else 0.0)
     sizes = D * np.linalg.norm(g)
-    cosine = -slope / sizes if sizes > 0 else 0.0
+    cosine = min(max(-slope / sizes, -1.0), 1.0) if sizes > 0 else 0.0
     fall = -S * slope
-    if fall > R:
-        v *= R / fall
-    R = max(R, abs(fall))
-    L = max(L, abs(fall)) if fall > 0 or L == 0 else max(L, min(-fall, blown * L))
-    m = max(np.mean(betas) * m, abs(cosine))
-    much = min(1.0, abs(fall) / r) if r > 0 else 1.0
+    if fall > record:
+        against *= record / fall
+    record = max(record, abs(fall))
+    bet = max(bet, abs(fall)) if fall > 0 or bet == 0 else max(bet, min(-fall, blown * bet))
+    strongest = max(np.mean(betas) * strongest, abs(cosine))
+    much = min(1.0, abs(fall) / recent) if recent > 0 else 1.0
     rest = 1 - cosine**2 * (1 - much)
-    c = rest * cosine / m if m > 0 else 0.0
+    c = rest * cosine / strongest if strongest > 0 else 0.0
 
     # The scale
-    k = 1 / (1 + v / 2) if ended else (1 + max(cosine, 0)) / 2
-    worth = min(1.0, abs(fall) / (0.01 * L)) if L > 0 else 0.0
+    k = 1 / (1 + against / 2) if ended else (1 + max(cosine, 0)) / 2
+    worth = min(1.0, abs(fall) / (0.01 * bet)) if bet > 0 else 0.0
     if c > 0:
         by = 1 + worth**2 * k * c
     elif c < 0:
-        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + much * (cosine * m) ** 2))
+        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + much * (cosine * strongest) ** 2))
     else:
         by = 1.0
     new = S * by
-    if r > 0 and -fall > 4 * r:  # the brake
-        new /= 1 + (min(2.0, -fall / r / 4) - 1) * (fall / R) ** 4
+    if recent > 0 and -fall > 4 * recent:  # the brake
+        new /= 1 + (min(2.0, -fall / recent / 4) - 1) * (fall / record) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     new = min(new, cap)
-    r = max(0.95 * r, fall, -fall / 4)
-    v += max(-c, 0.0)
+    recent = max(0.95 * recent, fall, -fall / 4)
+    against += max(-c, 0.0)
 
     # Has Δ been wrong?
     top = top if ended else max(top, new)
     past = 1 + rest * (by ** (0.25 if by > 1 else 0.5) - 1)
     q = past * S / new if S > 0 else 1.0
     if ended and new < 0.1 * top:
-        q, v, top = 0.0, v / 4, new
+        q, against, top = 0.0, against / 4, new
 
     is_new = count * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
-        new = min(1e-4 * X / U if U > 0 else 0.0, cap)
+        new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = S / new if S > 0 else 1.0
-        m = v = r = R = L = top = 0.0
-    state.update(m=m, v=v, r=r, R=R, L=L, top=top)
+        strongest = against = recent = record = bet = top = 0.0
+    state.update(
+        strongest=strongest, against=against, recent=recent, record=record, bet=bet, top=top
+    )
     state.update(U=U, D=q * D, count=x.size if is_new else count)
     return np.full(n, new / n), q
 

@@ -136,7 +136,7 @@ def interrupted_at(event: int, act: Callable[[], None]) -> Iterator[list[int]]:
     def trace(frame: Any, what: str, _: Any) -> Any:
         if what == "call" and not frame.f_code.co_filename.startswith(TRACED):
             return None
-        frame.f_trace_opcodes = True  # which some versions of Python do not heed
+        frame.f_trace_opcodes = True
         if what in ("line", "opcode"):
             count[0] += 1
             if count[0] == event:
@@ -144,6 +144,7 @@ def interrupted_at(event: int, act: Callable[[], None]) -> Iterator[list[int]]:
         return trace
 
     before, records = sys.gettrace(), torch.is_grad_enabled()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 heeds it only if it was set before
     sys.settrace(trace)
     try:
         yield count

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from mechanic.torch import tuner
 from mechanic.torch.kernels import host, passes
-from mechanic.torch.kernels.copies import Copies
+from mechanic.torch.kernels.copies import PackedCopies
 
 pytestmark = on_kernels
 
@@ -86,8 +86,8 @@ def test_a_base_may_keep_what_it_is_given(what):
 
 
 def test_copies_of_a_base_that_keeps_none_are_made_once(monkeypatch):
-    made, make = [], Copies._make
-    monkeypatch.setattr(Copies, "_make", lambda *args: made.append(1) or make(*args))
+    made, make = [], PackedCopies._make
+    monkeypatch.setattr(PackedCopies, "_make", lambda *args: made.append(1) or make(*args))
     lock = Lock(ANY["Own"], FEW)
     lock.run()
     lock.assert_same()
@@ -282,6 +282,21 @@ def test_a_cap_and_a_frozen_scale():
         tuner(side.optimizer).unfreeze()
     lock.run()
     assert float(tuner(lock.fast.optimizer).scale) == pytest.approx(0.015)
+    lock.assert_same()
+    assert lock.fast.ran_kernels(known=True)
+
+
+def test_a_held_out_batch_is_learned_from_and_the_kernels_go_on():
+    lock = Lock(KNOWN["AdamW"], ONE)
+    for step in range(1, 31):
+        if step % 3 == 0:
+            lock.give(lock.gradients())
+            for side in lock.sides:
+                tuner(side.optimizer).observe()
+        lock.step()
+    lock.assert_same()
+    assert not lock.fast.ran_kernels(known=True)  # the last step had an observation
+    lock.run(2)
     lock.assert_same()
     assert lock.fast.ran_kernels(known=True)
 

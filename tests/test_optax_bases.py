@@ -56,13 +56,14 @@ BASES = {
     "ademamix": contrib.ademamix(1.0),
     "adopt": contrib.adopt(1.0),
     "acprop": contrib.acprop(1.0),
-    "madgrad": contrib.madgrad(1.0),
     "schedule_free_sgd": contrib.schedule_free_sgd(1.0),
     "schedule_free_adamw": contrib.schedule_free_adamw(1.0),
     "dadapt_adamw": contrib.dadapt_adamw(1.0),
     "dog": contrib.dog(1.0),
     "polyak_sgd": optax.polyak_sgd(1.0),
 }
+if hasattr(contrib, "madgrad"):  # optax 0.2.6 does not have it
+    BASES["madgrad"] = contrib.madgrad(1.0)
 BY_DAY = ("sgd",)
 
 

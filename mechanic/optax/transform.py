@@ -61,7 +61,8 @@ def mechanize(
             `effective_learning_rate(state)` needs no argument.
         preset: the rule that tunes: `default`, or one as published.
         s_init: the first scale that is not 0; None stands for the preset's, here and below.
-        s_decay: the λ of Algorithm 1.
+        s_decay: the paper's λ, which keeps the weights smaller: 0 in the default preset, 0.01 in
+            the others.
         betas: the discount of each tuner.
         max_scale: a cap on the scale.
         skip_nonfinite: skip a step whose gradients hold NaN or inf.

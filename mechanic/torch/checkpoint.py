@@ -179,7 +179,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     counts.copy_(torch.tensor([saved[name] for name in Counted._fields], device=counts.device))
     mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
     mechanism.history.resume_at(saved["updates"], saved["lrs"])
-    mechanism.frozen = saved["frozen"]
+    mechanism.frozen, mechanism.scalars.observed = saved["frozen"], None
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from mechanic import causes
 from mechanic.options import Options
 from mechanic.suggestion import suggest
-from mechanic.torch.attach import MECHANISM, is_mechanized, take_off
+from mechanic.torch.attach import MECHANISM, is_mechanized, take_off, unhooked
+from mechanic.torch.call import Call
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import hand_over, has_modes
+from mechanic.torch.observation import observe
 from mechanic.torch.rates import effective_lrs
 from mechanic.torch.scalars import Numbers
 from mechanic.torch.sharding import agree
@@ -112,7 +114,30 @@ class Tuner:
 
     def unfreeze(self) -> None:
         """Go on tuning, from what was known when the scale was frozen."""
-        self._mechanism.frozen = False
+        self._mechanism.frozen, self._mechanism.scalars.observed = False, None
+
+    def observe(self) -> None:
+        """Tune on held-out data: learn in the next step from the gradients that the parameters have
+        now, in place of the step's own, and from no others.
+
+            for step, batch in enumerate(train_batches):
+                if step % 4 == 0:
+                    optimizer.zero_grad()
+                    loss_of(model, next(held_out_batches)).backward()
+                    tuner(optimizer).observe()
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+
+        In steps without an observation the scale is held, as by `freeze()`; `unfreeze()` goes back
+        to the gradients of the steps. Nothing is stored but two numbers. Where parameters are
+        sharded, all processes have to observe in the same step.
+
+        Raises:
+            ValueError: if no parameter has a gradient.
+        """
+        base_step = unhooked(type(self._optimizer)._base.step)  # type: ignore[attr-defined]
+        observe(Call(self._optimizer, self._mechanism, base_step, (), {}))
 
     def agrees(self, process_group: Any = None) -> bool:
         """Whether all processes of a group (those that share the parameters, or all there are)

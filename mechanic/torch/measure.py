@@ -21,6 +21,9 @@ from mechanic.torch.scalars import Numbers, can_look, scalar_dtype
 from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
 
+FARTHEST = 1e36
+"""A hundredth of float32's largest number: what it bounds grows by a few times in one step."""
+
 # Sums within these bounds are right in float32: no square in them that matters has vanished, and
 # none has become infinite.
 _LEAST, _MOST = 1e-30, 1e30
@@ -90,23 +93,18 @@ def _looked_at(ready: Ready, take: Callable[[bool], tuple[Tensor, ...]]) -> tupl
 
 def measure(optimizer: Any, ready: Ready) -> Parts:
     """Everything that need not wait for the base's step."""
-    options, home, share = ready.options, ready.home, ready.numbers.share
+    options, home = ready.options, ready.home
     live = NO
     for batch in ready.batches:
         if batch.device.type != "meta":
             live = live | ready.rate_of(batch).live.to(home)
-    grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
-    (dg,) = _looked_at(ready, lambda exact: (_signal(optimizer, ready, exact),))
-    dg_sum, (gg, all_gg) = dg * share, _gradient_squares(ready)
-    if grad_scale is not None:
-        unscale = 1 / grad_scale.to(home).reshape(())
-        dg_sum, gg, all_gg = dg_sum * unscale, gg * unscale**2, all_gg * unscale**2
+    dg, gg, all_gg = measure_gradients(optimizer, ready)
     needs_x = tuner.reads_x(options) and not tuner.RULES[options.preset].decays_after_base
     params = [batch.params for batch in ready.batches]
     dx, xx = decay_sums(ready, params) if needs_x else (0.0, 0.0)
     new_x1, new_d = _new_reference(optimizer, ready)
     return Parts(
-        dg=dg_sum,
+        dg=dg,
         dx=dx,
         gg=gg,
         all_gg=all_gg,
@@ -118,6 +116,30 @@ def measure(optimizer: Any, ready: Ready) -> Parts:
         found_inf=getattr(optimizer, "found_inf", 0.0),
         measures_update=ready.rates.measures_update,
     )
+
+
+def measure_gradients(
+    optimizer: Any, ready: Ready
+) -> tuple[Tensor, Tensor | float, Tensor | float]:
+    """⟨Δ, g⟩, and ‖g‖² of the groups whose lr is not 0 and of all."""
+    (dg,) = _looked_at(ready, lambda exact: (_signal(optimizer, ready, exact),))
+    dg, (gg, all_gg) = dg * ready.numbers.share, _gradient_squares(ready)
+    grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
+    if grad_scale is None:
+        return dg, gg, all_gg
+    unscale = 1 / grad_scale.to(ready.home).reshape(())
+    return dg * unscale, gg * unscale**2, all_gg * unscale**2
+
+
+def needs_gradient_squares(options: Options) -> bool:
+    """Whether ‖g‖² is among the sums."""
+    takes_cosine = tuner.RULES[options.preset].takes_cosine
+    return tuner.reads_x(options) or options.max_grad_norm < math.inf or takes_cosine
+
+
+def needs_displacement_square(options: Options) -> bool:
+    """Whether ‖Δ‖² is among the sums."""
+    return options.s_init == "relative" or tuner.RULES[options.preset].takes_cosine
 
 
 def _signal(optimizer: Any, ready: Ready, exact: bool) -> Tensor:
@@ -137,9 +159,7 @@ def _signal(optimizer: Any, ready: Ready, exact: bool) -> Tensor:
 
 def _gradient_squares(ready: Ready) -> tuple[Tensor | float, Tensor | float]:
     """‖g‖² of the groups whose lr is not 0, and of all."""
-    options = ready.options
-    takes_cosine = tuner.RULES[options.preset].takes_cosine
-    if not (tuner.reads_x(options) or options.max_grad_norm < math.inf or takes_cosine):
+    if not needs_gradient_squares(ready.options):
         return 0.0, 0.0
 
     def take(exact: bool) -> tuple[Tensor, ...]:
@@ -175,8 +195,7 @@ def decay_sums(ready: Ready, points: list[list[Tensor]]) -> tuple[Tensor, Tensor
 
 def _displacement_square(optimizer: Any, ready: Ready) -> Any:
     """‖Δ‖², of the parameters that have no gradient too: it is compared from step to step."""
-    options = ready.options
-    if options.s_init != "relative" and not tuner.RULES[options.preset].takes_cosine:
+    if not needs_displacement_square(ready.options):
         return 0.0
     stored = [
         (index, param, None, optimizer.state[param][DISPLACEMENT])

@@ -43,8 +43,8 @@ def _named(base: type[O]) -> type[O]:
         _refuse_unknown(base, [name for name in kwargs if name not in own.parameters])
         names = [name for name in kwargs if name.startswith(PREFIX)]
         options = {name.removeprefix(PREFIX): kwargs.pop(name) for name in names}
-        made: Any = mechanize(base, **options)
-        made.__init__(self, *args, **kwargs)
+        mechanized: Any = mechanize(base, **options)
+        mechanized.__init__(self, *args, **kwargs)
 
     shown: Any = init  # what people and configurations read
     shown.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])

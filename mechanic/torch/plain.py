@@ -25,6 +25,7 @@ from mechanic.torch.commit import Values, commit
 from mechanic.torch.copies import Copies
 from mechanic.torch.flag import NO, YES, Flag
 from mechanic.torch.measure import (
+    FARTHEST,
     Parts,
     Ready,
     counted_update,
@@ -47,9 +48,6 @@ from mechanic.torch.scalars import Numbers, are_floats, can_look, pack, scalar_d
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 
-# A hundredth of float32's largest number: what it bounds grows by a few times in one step.
-_FARTHEST = 1e36
-
 # An update of SGD is as small or large as the gradient. Where the norm of that is outside of these
 # bounds, an update at the usual lr could vanish beside the parameter, or overflow.
 _SMALL_GRADIENT, _LARGE_GRADIENT = 1e-6, 1e12
@@ -58,7 +56,7 @@ _SMALL_GRADIENT, _LARGE_GRADIENT = 1e-6, 1e12
 def step(call: Call) -> Any:
     """Run the base's step, and put the parameters where the tuner says."""
     call.mechanism.kernels.drop_plan()  # its knowledge of the displacements ends with this step
-    ready = _prepare(call)
+    ready = prepare(call)
     if ready is None:
         return call.run_base(call.optimizer)
     try:
@@ -68,6 +66,7 @@ def step(call: Call) -> Any:
             ready = _agree(ready, parts)
         finite = _decide(call, ready, parts)
         if finite.is_no:
+            _skip_with_others(call, ready)
             return _skip(call)
         parts = _clip(ready, parts)
         ready = _suit_gradients(call, ready, parts)
@@ -86,7 +85,7 @@ def _is_recorded(call: Call) -> bool:
     return bool(call.optimizer.defaults.get("differentiable"))
 
 
-def _prepare(call: Call) -> Ready | None:
+def prepare(call: Call) -> Ready | None:
     """Gather what takes part; None where nothing does. New parameters get a displacement of zero,
     which `_move` makes part of the optimizer's state."""
     optimizer, mechanism = call.optimizer, call.mechanism
@@ -185,9 +184,19 @@ def _is_near(ready: Ready, parts: Parts) -> Flag:
     scale, share = ready.numbers.scale, ready.numbers.share
     if can_look(ready.home):
         length = max(math.sqrt(float(parts.dd)), unit)
-        return Flag(not (length * float(scale) > _FARTHEST or length > _FARTHEST * float(share)))
+        return Flag(not (length * float(scale) > FARTHEST or length > FARTHEST * float(share)))
     per_delta = torch.maximum(scale, 1 / share)
-    return Flag(~(per_delta**2 * parts.dd.clamp(min=unit**2) > _FARTHEST**2))
+    return Flag(~(per_delta**2 * parts.dd.clamp(min=unit**2) > FARTHEST**2))
+
+
+def _skip_with_others(call: Call, ready: Ready) -> None:
+    """Do what a process does whose device decides on the step: where the norm of the update is due,
+    it sends it in any case, and has then measured it at these rates."""
+    if ready.ranks is None or tuner.RULES[ready.options.preset].decays_after_base:
+        return
+    if ready.rates.measures_update:
+        sharding.begin_sums(ready.ranks, [torch.zeros_like(ready.numbers.scale)])()
+    call.mechanism.history.note(ready.rates)
 
 
 def _skip(call: Call) -> Any:
@@ -241,6 +250,9 @@ def _tune(
         sums = _complete(call, ready, parts, proposal)
         first_share: Array = _first_share(call, ready, finite)
         takes_part = (Flag.of(parts.live > 0) & finite).to(ready.home)
+        observed = mechanism.scalars.observed
+        if observed is not None:
+            sums, takes_part = observed.put_into(sums), takes_part & Flag(observed.dg.isfinite())
         if ready.ranks is not None and mechanism.history.is_starting:
             # All processes have to know for how long sums are taken late.
             takes_part = takes_part.wait()
@@ -252,7 +264,8 @@ def _tune(
         lr: Array = 0.0
         if not takes_part.is_no:
             state, share, kept = advance(
-                *(ready.options, state, share, sums, takes_part.value), frozen=mechanism.frozen
+                *(ready.options, state, share, sums, takes_part.value),
+                frozen=mechanism.frozen and observed is None,
             )
             scale = takes_part.choose(tuner.scale_of(state), scale)
             signal = takes_part.choose(sums.dg, signal)
@@ -374,6 +387,7 @@ def _finish(call: Call, ready: Ready, proposal: Proposal, packed: list[Tensor]) 
     for batch in ready.batches:
         for owner, displacement in zip(batch.owners, batch.stored, strict=True):
             optimizer.state[owner].setdefault(DISPLACEMENT, displacement)
+    mechanism.scalars.observed = None
     return [mechanism.scalars.packed, mechanism.counts.packed], packed
 
 

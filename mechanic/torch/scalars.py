@@ -42,6 +42,17 @@ class Numbers(NamedTuple):
         return divide(self.applied_total, self.typed_total)
 
 
+class Observed(NamedTuple):
+    """Sums over gradients that the tuner learns from in place of the step's own."""
+
+    dg: Tensor
+    gg: Tensor | float
+
+    def put_into(self, sums: tuner.Sums) -> tuner.Sums:
+        """The sums of a step, with these in place of its own."""
+        return sums._replace(dg=self.dg, gg=self.gg)
+
+
 BESIDE_STATE = Numbers._fields[1:]
 
 
@@ -64,6 +75,8 @@ class Scalars:
         others = dict.fromkeys(BESIDE_STATE, zero) | {"scale": state.s.sum(), "share": zero + 1}
         self.packed = pack(Numbers(state, **others))
         self._state_type = type(state)
+        self.observed: Observed | None = None
+        """What the next step learns from in place of its gradients"""
 
     def read(self) -> Numbers:
         """The numbers, as views of what is stored."""
@@ -89,7 +102,7 @@ class Scalars:
 
     def to(self, home: torch.device) -> None:
         """Move to another device."""
-        self.packed = self.packed.to(home, scalar_dtype(home))
+        self.packed, self.observed = self.packed.to(home, scalar_dtype(home)), None
 
 
 def pack(numbers: Numbers) -> Tensor:

@@ -38,14 +38,37 @@ def begin_sums(ranks: Ranks | None, parts: Sequence[Any]) -> Callable[[], Sequen
             for part in parts
         ]
     )
-    work = dist.all_reduce(sums, group=ranks.group, async_op=True)
+    finish = begin_sum(ranks, sums)
+    return lambda: finish().unbind()
 
-    def finish() -> Sequence[Tensor]:
+
+def begin_sum(ranks: Ranks, numbers: Tensor) -> Callable[[], Tensor]:
+    """Begin to add up a message over processes, in place. What is returned waits for the sums and
+    gives them; on a GPU it is the stream that waits, and not the host."""
+    work = dist.all_reduce(numbers, group=ranks.group, async_op=True)
+
+    def finish() -> Tensor:
         if work is not None:  # under the fake backend of tests and tracers there is none
             work.wait()
-        return sums.unbind()
+        return numbers
 
     return finish
+
+
+class Message(NamedTuple):
+    """What a process tells the others in a step, in memory that stays where it is."""
+
+    ranks: Ranks
+    parts: Tensor
+    """Its part of the sums, in the order of `measure.Parts`"""
+    late: Tensor
+    """Its part of the sums that have to wait for them"""
+
+
+def new_message(ranks: Ranks, size: int, device: torch.device) -> Message:
+    """A message of so many sums, and one that is late."""
+    numbers = torch.zeros(size, dtype=torch.float64, device=device)
+    return Message(ranks, numbers, numbers.new_zeros(1))
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -61,6 +84,25 @@ def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         tensor = tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is here, without asking how it is placed. It is called for every
+    tensor in every step, and made to be fast."""
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+
+
+def here_like(tensor: Tensor, like: Tensor) -> Tensor | None:
+    """The part of a tensor that is here, if it is placed `like` another: nothing is sent."""
+    if getattr(tensor, "placements", None) != getattr(like, "placements", None):
+        return None
+    part = here(tensor)
+    if type(part) not in _PLAIN and hasattr(part, "trigger_wait"):
+        part = part.trigger_wait()  # it is still being received; the stream waits
+    return part
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ranks:

@@ -28,6 +28,5 @@ def step(
     Parameters without a gradient stay where they are, and so do those of a group whose lr is 0.
     """
     call = closures.evaluate(Call(optimizer, mechanism, base_step, args, kwargs))
-    mechanism.find_ranks(optimizer)
     begun = fast.begin(call)
     return plain.step(call) if begun is None else fast.finish(call, begun)

@@ -214,21 +214,21 @@ def batches(
 ) -> list[Batch]:
     """Batches of parameters, given by their group, gradient and displacement. Where some are
     sharded, `counted` are those whose local part counts here."""
-    made: dict[tuple[int, torch.device, torch.dtype, bool], Batch] = {}
+    by_key: dict[tuple[int, torch.device, torch.dtype, bool], Batch] = {}
     for group, param, grad, displacement in entries:
         counts = counted is None or param in counted
         key = (group, param.device, param.dtype, counts)
-        if key not in made:
+        if key not in by_key:
             dtype = working_dtype(param)
-            made[key] = Batch(group, param.device, dtype, [], [], [], [], [], counts)
-        batch = made[key]
+            by_key[key] = Batch(group, param.device, dtype, [], [], [], [], [], counts)
+        batch = by_key[key]
         batch.owners.append(param)
         batch.params.append(view(param, param))
         batch.stored.append(displacement)
         batch.displacements.append(local(displacement))
         if grad is not None:
             batch.grads.append(view(grad, param))
-    return list(made.values())
+    return list(by_key.values())
 
 
 def view(tensor: Tensor, param: Tensor) -> Tensor:

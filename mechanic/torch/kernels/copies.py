@@ -1,4 +1,4 @@
-"""Copies of all parameters, for a base that runs by itself."""
+"""PackedCopies of all parameters, for a base that runs by itself."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mechanic.torch.kernels.layout import Layout
 from mechanic.torch.twin import Twin, stand_in
 
 
-class Copies:
+class PackedCopies:
     """A twin whose parameters lie side by side, those of a dtype together. The tensors are made
     once, and their memory is there only while a step needs it. A base may keep them nevertheless,
     or anything that shares their memory: then they are left to it, and others are made."""

@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from mechanic import tuner
 from mechanic.torch.base import steps_in_place
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 """Where the kernels run. Triton's interpreter would run them on a CPU, for tests."""
+OLDEST_TRITON = "3.6"
+"""The kernels have run with no older one, and some do not compile with 3.2, of torch 2.6."""
 
 
 class Found(NamedTuple):
@@ -44,6 +46,7 @@ def has_triton() -> bool:
 def works_on(device: torch.device) -> bool:
     """Whether a kernel can be compiled and run: Triton wants a C compiler and a GPU it knows."""
     try:
+        _refuse_old_triton()
         from mechanic.torch.kernels import launch
 
         launch.try_out(device)
@@ -60,6 +63,13 @@ def works_on(device: torch.device) -> bool:
     return True
 
 
+def _refuse_old_triton() -> None:
+    import triton
+
+    if TorchVersion(triton.__version__) < OLDEST_TRITON:
+        raise RuntimeError(f"Triton {triton.__version__} is older than {OLDEST_TRITON}")
+
+
 def find_plan(call: Call) -> Found | None:
     """How the kernels make this step; None where they cannot."""
     optimizer, mechanism, cache = call.optimizer, call.mechanism, call.mechanism.kernels
@@ -71,37 +81,42 @@ def find_plan(call: Call) -> Found | None:
     from mechanic.torch.kernels import known, plan
 
     bases = known.find(optimizer, call.base_step)
-    if not _is_for_kernels(call, is_known=bases is not None):
+    ranks = mechanism.find_ranks(optimizer)
+    is_alone = ranks is None
+    if not _is_for_kernels(call, is_known=bases is not None, is_alone=is_alone):
         return None
     had: Plan | None = cache.plan
-    if had is not None and had.groups.bases == (bases or [known.ANY] * len(optimizer.param_groups)):
+    used_bases = bases or [known.ANY] * len(optimizer.param_groups)
+    if had is not None and had.groups.bases == used_bases and had.ranks is ranks:
         found = _find_gradients(optimizer, had, None if captures else _trusted(optimizer, cache))
         if found is not None:
             return found
     if captures:
         return None  # there is nothing to make a plan with; the plain path is captured
     cache.drop_plan()
-    listen(optimizer, mechanism)
-    is_arriving = _sums_as_they_arrive(optimizer, mechanism)
-    cache.plan = made = plan.make(optimizer, bases, is_arriving=is_arriving)
-    if made is None or made.device != mechanism.home:
+    if is_alone:
+        listen(optimizer, mechanism)
+    is_arriving = is_alone and _sums_as_they_arrive(optimizer, mechanism)
+    cache.plan = new = plan.make(optimizer, bases, mechanism.home, ranks, is_arriving=is_arriving)
+    if new is None:
         return None
     if is_arriving:
         from mechanic.torch.kernels.arrivals import Arrivals
 
-        cache.arrivals = Arrivals(made)
-    return _find_gradients(optimizer, made, None)
+        cache.arrivals = Arrivals(new)
+    return _find_gradients(optimizer, new, None)
 
 
-def _is_for_kernels(call: Call, *, is_known: bool) -> bool:
+def _is_for_kernels(call: Call, *, is_known: bool, is_alone: bool) -> bool:
     optimizer, options = call.optimizer, call.mechanism.options
     return not (
-        call.mechanism.find_ranks(optimizer) is not None
+        not (is_alone or is_known)
         or tuner.RULES[options.preset].decays_after_base
         or optimizer.defaults.get("differentiable")
         or (options.max_grad_norm < math.inf and not is_known)
         or has_modes(type(optimizer))
         or steps_in_place(call)
+        or call.mechanism.scalars.observed is not None
     )
 
 
@@ -110,12 +125,14 @@ def _find_gradients(optimizer: Any, plan: "Plan", arrivals: "Arrivals | None") -
     anything is launched, and made to be fast."""
     if not plan.placement.holds_for_sums(optimizer):
         return None
-    grads: list[Tensor | None] = [param.grad for param in plan.placement.params]
+    grads = plan.placement.gradients()
+    if grads is None:
+        return None
     arrived = None if arrivals is None else arrivals.addresses(grads)
     if arrived is not None:
         return Found(plan, arrived, has_arrived=True)
     addresses = plan.gradients.find(grads)
-    if addresses is None or not any(addresses):
+    if addresses is None or not (any(addresses) or plan.ranks):
         return None
     return Found(plan, addresses, has_arrived=False)
 

@@ -16,15 +16,15 @@ EMPTY = 16  # the address of a gradient without elements: it is not 0, and is ne
 class Gradients:
     """Finds the addresses of gradients, and brings them to the device."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        params = [entry.param for entry in entries]
+    def __init__(self, entries: list[Entry], device: torch.device) -> None:
+        params = [entry.part for entry in entries]
         self._kinds = [entry.kind for entry in entries]
         self._types = [kind.grad for kind in self._kinds]
         self._sizes = list(map(Tensor.numel, params))
         self._strides = [None if p.is_contiguous() else p.stride() for p in params]
         self._is_simple = not any(self._strides) and all(kind.is_aligned for kind in self._kinds)
-        self._device = params[0].device
-        self._index = params[0].get_device()
+        self._device = device
+        self._index = -1 if device.index is None else device.index
         self._placed: tuple[list[int], Tensor | None] = ([], None)
 
     def find(self, grads: list[Any]) -> list[int] | None:

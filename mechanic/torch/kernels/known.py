@@ -60,9 +60,11 @@ def hyperparameters(optimizer: Any, base: KnownBase, group: dict[str, Any]) -> H
         a, b = group["betas"]
         decay = group["weight_decay"] / (optimizer._init_lr if optimizer.decoupled_wd else 1.0)
         return Hyperparameters(a, b, decay=decay)
-    if base.formula == "any":
+    if base.formula in ("sgd", "momentum", "nesterov"):
+        return Hyperparameters(group["momentum"], group["dampening"], decay=group["weight_decay"])
+    if base is ANY:
         return Hyperparameters()
-    return Hyperparameters(group["momentum"], group["dampening"], decay=group["weight_decay"])
+    raise NotImplementedError(f"the kernels know no numbers of the formula {base.formula!r}")
 
 
 def _adam(optimizer: Optimizer, group: dict[str, Any]) -> KnownBase | None:

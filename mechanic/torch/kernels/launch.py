@@ -14,8 +14,8 @@ from mechanic.torch.kernels import passes, scalar_passes
 from mechanic.torch.kernels.layout import Section
 from mechanic.torch.kernels.plan import Plan
 from mechanic.torch.kernels.rule import write_rule
+from mechanic.torch.measure import needs_displacement_square, needs_gradient_squares
 from mechanic.torch.mechanism import Mechanism
-from mechanic.torch.scalars import BESIDE_STATE
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -121,7 +121,7 @@ def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
     groups, grads, count = inputs.groups, inputs.grads, len(plan.groups.bases)
     if plan.is_known:
         scalar_passes.weigh[(1,)](
-            *(layout.partials, layout.total, groups, count, coefficients),
+            *(layout.partials, layout.total, _parts_of(plan), groups, count, coefficients),
             *(inputs.grad_scale, inputs.max_norm),
             *(layout.table, grads, len(layout.entries), plan.biases),
             GROUPS=triton.next_power_of_2(count),
@@ -145,26 +145,67 @@ def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
         )
 
 
+def _parts_of(plan: Plan) -> Tensor | None:
+    """The sums that processes have told each other, if they share the parameters."""
+    return None if plan.message is None else plan.message.parts
+
+
+def _alignment(tensor: Tensor | None) -> int | bool:
+    """What Triton tells apart in a tensor that is given, or not."""
+    return tensor is None or tensor.data_ptr() % 16
+
+
+def tell(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, asks: bool) -> None:
+    """Write this process's part of the sums into the message. It `asks` for ‖u‖²."""
+    options, layout, count = mechanism.options, plan.layout, len(plan.groups.bases)
+    scaler = inputs.found_inf, inputs.grad_scale
+    _launch(
+        plan,
+        scalar_passes.tell,
+        (asks, *map(_alignment, scaler)),
+        1,
+        (
+            *(_parts_of(plan), mechanism.scalars.packed),
+            *(layout.partials, layout.total, inputs.groups, count, *scaler),
+        ),
+        (
+            *(triton.next_power_of_2(count), len(options.betas), tuner.reads_x(options)),
+            *(needs_gradient_squares(options), needs_displacement_square(options), asks),
+        ),
+        _MORE_WARPS,
+    )
+
+
+def tell_update(plan: Plan, late: Tensor) -> None:
+    """Write this process's part of ‖u‖² into a message."""
+    given = late, plan.layout.partials, plan.layout.total
+    _launch(plan, scalar_passes.tell_update, None, 1, given, (), _MORE_WARPS)
+
+
 def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> None:
     """The tuner's step, and what follows from it for each group."""
     options, layout, groups = mechanism.options, plan.layout, plan.groups
     columns, count = len(options.betas), len(groups.bases)
     scaler = inputs.found_inf, inputs.grad_scale
+    late: tuple[Tensor | None, Tensor | None] = (None, None)
+    if plan.message is not None and with_u:
+        late = plan.message.late, inputs.has_risen
     _launch(
         plan,
         scalar_passes.tune,
-        (with_u, mechanism.frozen, *[t is None or t.data_ptr() % 16 for t in scaler]),
+        (with_u, mechanism.frozen, *map(_alignment, (*scaler, late[1]))),
         1,
         (
             *(mechanism.scalars.packed, mechanism.counts.packed),
-            *(layout.partials, layout.total, inputs.groups, count),
+            *(layout.partials, layout.total, _parts_of(plan), *late, inputs.groups, count),
             *(groups.coefficients, groups.rates, plan.verdict, *scaler, inputs.max_norm),
             *(layout.table, inputs.grads, len(layout.entries), plan.biases),
         ),
         (
-            *(write_rule(options, frozen=mechanism.frozen), BESIDE_STATE.index("share") * columns),
+            *(write_rule(options, frozen=mechanism.frozen), columns),
             *(triton.next_power_of_2(columns), triton.next_power_of_2(count)),
             *(options.skip_nonfinite, tuner.reads_x(options), with_u, bool(plan.counters.steps)),
+            mechanism.process_group is None,
         ),
         _MORE_WARPS,
     )

@@ -12,6 +12,7 @@ from mechanic.torch.kernels.host import StepCounters
 from mechanic.torch.kernels.known import KnownBase
 from mechanic.torch.kernels.upload import upload
 from mechanic.torch.mechanism import DISPLACEMENT
+from mechanic.torch.sharding import here_like
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,6 +35,10 @@ class Entry(NamedTuple):
     """A parameter and what belongs to it."""
 
     param: Tensor
+    part: Tensor
+    """The part of the parameter that is here: all of it, where it is not sharded"""
+    counts: bool
+    """Whether that part counts here, or on another process that holds the same"""
     group: int
     state: dict[str, Any]
     addresses: tuple[int, ...]
@@ -52,32 +57,52 @@ class Section(NamedTuple):
 
 
 def enter(
-    param: Tensor, group: int, base: KnownBase, state: dict[str, Any], *, is_arriving: bool
+    param: Tensor,
+    group: int,
+    base: KnownBase,
+    state: dict[str, Any],
+    *,
+    counts: bool,
+    is_arriving: bool,
 ) -> Entry | None:
     """The entry of a parameter; None where the kernels cannot work on it."""
     grad = param if param.grad is None else param.grad
     names = (DISPLACEMENT, *base.slots)
-    stored = tuple(state[name] for name in names if isinstance(state.get(name), Tensor))
+    owned = tuple(state[name] for name in names if isinstance(state.get(name), Tensor))
     step = state.get("step") if base.has_steps else None
-    if len(stored) < len(names) or (base.has_steps and not isinstance(step, Tensor)):
+    if len(owned) < len(names) or (base.has_steps and not isinstance(step, Tensor)):
         return None
-    tensors = (param, grad, *stored)
+    tensors = tuple(
+        part for tensor in (param, grad, *owned) if (part := here_like(tensor, param)) is not None
+    )
+    if len(tensors) < len(owned) + 2 or not _are_for_kernels(tensors):
+        return None
+    part, own_grad, *stored = tensors
     slots = {slot.dtype for slot in stored[1:]} or {torch.float32}
-    if (
-        any(type(tensor) not in (Tensor, Parameter) for tensor in tensors)
-        or any(tensor.dtype not in _TYPES or tensor.is_sparse for tensor in tensors)
-        or any(tensor.device != param.device for tensor in tensors)
-        or any(tensor.shape != param.shape for tensor in tensors)
-        or not _lie_alike(tensors)
-        or len(slots) > 1
-        or (step is not None and step.dtype != torch.float32)
-    ):
+    if len(slots) > 1 or (step is not None and not _is_counter(step)):
         return None
     is_aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
-    is_large = is_arriving and param.numel() >= _LARGE
-    types = param.dtype, grad.dtype, stored[0].dtype, slots.pop()
+    is_large = is_arriving and part.numel() >= _LARGE
+    types = part.dtype, own_grad.dtype, stored[0].dtype, slots.pop()
     kind = TensorKind(base, *types, is_aligned, is_large)
-    return Entry(param, group, state, tuple(map(Tensor.data_ptr, stored)), kind)
+    addresses = tuple(map(Tensor.data_ptr, stored))
+    return Entry(param, part, counts, group, state, addresses, kind)
+
+
+def _are_for_kernels(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the kernels can read and write tensors that belong together."""
+    first = tensors[0]
+    return (
+        all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+        and all(tensor.dtype in _TYPES and not tensor.is_sparse for tensor in tensors)
+        and all(tensor.device == first.device for tensor in tensors)
+        and all(tensor.shape == first.shape for tensor in tensors)
+        and _lie_alike(tensors)
+    )
+
+
+def _is_counter(step: Tensor) -> bool:
+    return type(step) is Tensor and step.dtype == torch.float32
 
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
@@ -96,12 +121,12 @@ def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
 class Layout:
     """The tables of tensors and of their chunks, and the launches over them."""
 
-    def __init__(self, entries: list[Entry], counters: StepCounters) -> None:
+    def __init__(self, entries: list[Entry], counters: StepCounters, device: torch.device) -> None:
         self.entries = entries
-        self.device = entries[0].param.device
+        self.device = device
         self.chunk = passes.CHUNK
         """The elements of a chunk"""
-        sizes = [entry.param.numel() for entry in entries]
+        sizes = [entry.part.numel() for entry in entries]
         counts = [-(-size // self.chunk) for size in sizes]
         first = [0, *accumulate(counts)]
         self.total = first[-1]
@@ -131,7 +156,9 @@ class Layout:
             self.places_in_copy.append(begin)
             self.copy_sizes[entry.kind.x] = begin + -(-size // 16) * 16
             step = counters.address_of(place)
-            rows.append([entry.param.data_ptr(), *addresses, step, size, entry.group, begin])
+            counts = int(entry.counts)
+            at = entry.part.data_ptr()
+            rows.append([at, *addresses, step, size, entry.group, begin, counts])
         return rows
 
     def _cut(self, kinds: list[TensorKind]) -> list[Section]:

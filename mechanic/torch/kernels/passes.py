@@ -22,10 +22,10 @@ class _Column(tl.constexpr):
 
 
 # The columns of the table of tensors.
-X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE = map(_Column, range(8))
-COLUMNS = _Column(8)
+X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE, COUNTS = map(_Column, range(9))
+COLUMNS = _Column(9)
 """The addresses of x, Δ, the base's two slots and its count of steps; the number of elements, the
-group, and the place in the copy of x"""
+group, the place in the copy of x, and 0 where it counts on another process that holds the same"""
 
 # The columns of the table of groups: their settings, as they are typed.
 LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(_Column, range(11))
@@ -201,17 +201,20 @@ def sum_up(
 
     settings = groups + tl.load(table + tensor * COLUMNS + GROUP) * SETTINGS
     is_live = tl.load(settings + LR) != 0.0
-    # no part in h at an lr of 0, but a NaN must still show
+    is_elsewhere = tl.load(table + tensor * COLUMNS + COUNTS) == 0
+    # no part in h at an lr of 0 or where another process counts it, but a NaN must still show
     weight = tl.load(settings + SIGN) * tl.where(is_live, 1.0, 0.0)
+    weight = tl.where(is_elsewhere, 0.0, weight)
     partials += program
     tl.store(partials + DG * total, tl.sum(dg, 0).to(tl.float64) * weight)
-    tl.store(partials + DD * total, tl.sum(dd, 0).to(tl.float64))
-    square = tl.sum(gg, 0).to(tl.float64)
+    tl.store(partials + DD * total, tl.where(is_elsewhere, 0.0, tl.sum(dd, 0)).to(tl.float64))
+    square = tl.where(is_elsewhere, 0.0, tl.sum(gg, 0)).to(tl.float64)
     tl.store(partials + ALL_GG * total, square)
     tl.store(partials + GG * total, tl.where(is_live, square, 0.0))
     if WITH_X:
-        tl.store(partials + DX * total, tl.where(is_idle, 0.0, tl.sum(dx, 0)).to(tl.float64))
-        tl.store(partials + XX * total, tl.where(is_idle, 0.0, tl.sum(xx, 0)).to(tl.float64))
+        is_left_out = is_idle | is_elsewhere
+        tl.store(partials + DX * total, tl.where(is_left_out, 0.0, tl.sum(dx, 0)).to(tl.float64))
+        tl.store(partials + XX * total, tl.where(is_left_out, 0.0, tl.sum(xx, 0)).to(tl.float64))
 
 
 @triton.jit
@@ -238,6 +241,7 @@ def _propose(x, g, first, second, bias_1, bias_2, coefficients, BASE: tl.constex
     elif BASE == "sgd":
         direction = g
     else:
+        tl.static_assert(BASE == "momentum" or BASE == "nesterov", "the kernel has no such formula")
         first = a * first + rest_b * g
         direction = first
         if BASE == "nesterov":
@@ -264,8 +268,8 @@ def _propose_block(
 
 @triton.jit
 def _write_point(
-    x, delta, index, place, count, step_number, coefficients, gain, point, displacement, proposal,
-    MASKED: tl.constexpr,
+    x, delta, index, place, count, step_number, coefficients, stored_per_proposal, point,
+    displacement, proposal, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write the next point, and the displacement that belongs to it."""
     place += index
@@ -275,7 +279,7 @@ def _write_point(
     )
     point = _narrowed(point, place, step_number, x.dtype.element_ty, False)
     _store(x, index, point, count, MASKED)
-    displacement = tl.load(coefficients + KEPT) * displacement + gain * proposal
+    displacement = tl.load(coefficients + KEPT) * displacement + stored_per_proposal * proposal
     displacement = _narrowed(displacement, place, step_number, delta.dtype.element_ty, True)
     _store(delta, index, displacement, count, MASKED)
 
@@ -289,11 +293,11 @@ def _update_block(
     point, proposal, a, b = _propose_block(
         x, grad, first, second, index, count, bias_1, bias_2, coefficients, BASE, SLOTS, MASKED,
     )  # fmt: skip
-    gain = tl.load(coefficients + STORED_PER_PROPOSAL)
-    if gain != 0.0:  # at an lr of 0 all stays as it is
+    stored_per_proposal = tl.load(coefficients + STORED_PER_PROPOSAL)
+    if stored_per_proposal != 0.0:  # at an lr of 0 all stays as it is
         _write_point(
-            x, delta, index, place, count, step_number, coefficients, gain, point, displacement,
-            proposal, MASKED,
+            x, delta, index, place, count, step_number, coefficients, stored_per_proposal, point,
+            displacement, proposal, MASKED,
         )  # fmt: skip
     if SLOTS > 0:
         _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
@@ -335,7 +339,7 @@ def update(
 
 
 @triton.jit
-def _is_needed(counts, has_risen, FIRST_STEPS: tl.constexpr):
+def is_update_needed(counts, has_risen, FIRST_STEPS: tl.constexpr):
     """Whether ‖u‖² is measured: in the first steps, and when a learning rate has risen."""
     return (tl.load(counts + UPDATES) < FIRST_STEPS) | (tl.load(has_risen) != 0)
 
@@ -352,11 +356,11 @@ def square_proposals(
     program = tl.program_id(0)
     partials += UU * total + program
     tl.store(partials, 0.0)
-    if not _is_needed(counts, has_risen, FIRST_STEPS):
+    if not is_update_needed(counts, has_risen, FIRST_STEPS):
         return
     tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     address = tl.load(grads + tensor)
-    if address == 0:
+    if (address == 0) | (tl.load(table + tensor * COLUMNS + COUNTS) == 0):
         return
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     group = tl.load(table + tensor * COLUMNS + GROUP)
@@ -410,11 +414,11 @@ def _move_block(
     point = _load(x, index, count, MASKED)
     proposal = _load(copy, index, count, MASKED) - point
     displacement = _load(delta, index, count, MASKED)
-    gain = tl.load(coefficients + STORED_PER_PROPOSAL)
-    if gain != 0.0:  # at an lr of 0 all stays as it is
+    stored_per_proposal = tl.load(coefficients + STORED_PER_PROPOSAL)
+    if stored_per_proposal != 0.0:  # at an lr of 0 all stays as it is
         _write_point(
-            x, delta, index, place, count, step_number, coefficients, gain, point, displacement,
-            proposal, MASKED,
+            x, delta, index, place, count, step_number, coefficients, stored_per_proposal, point,
+            displacement, proposal, MASKED,
         )  # fmt: skip
 
 

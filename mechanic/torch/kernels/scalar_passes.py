@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from mechanic.advance import FIRST_STEPS
 from mechanic.torch.kernels.passes import (
     ALL_GG,
     BASE_LR,
@@ -43,9 +44,24 @@ from mechanic.torch.kernels.passes import (
     XX,
     A,
     B,
+    is_update_needed,
 )
+from mechanic.torch.measure import FARTHEST, Parts
 from mechanic.torch.rates import proportional_lr
+from mechanic.torch.scalars import BESIDE_STATE
 
+# What a process tells the others, in the order of `Parts`.
+(
+    TOLD_DG, TOLD_DX, TOLD_GG, TOLD_ALL_GG, TOLD_XX, TOLD_DD, NEW_X1, NEW_D, LIVE, FOUND_INF,
+    MEASURES,
+) = map(tl.constexpr, range(len(Parts._fields)))  # fmt: skip
+
+# The rows of the tuner's numbers that the kernels read beside the rule.
+_SHARE, _SCALE, _X1, _SIZE = map(
+    tl.constexpr, map(BESIDE_STATE.index, ("share", "scale", "reference_square", "size"))
+)
+_FIRST_STEPS = tl.constexpr(FIRST_STEPS)
+_FARTHEST_SQUARE = tl.constexpr(FARTHEST**2)
 _RUN_AT = tl.constexpr(proportional_lr(half=False))  # the lr at which known bases are run
 _SPAN = tl.constexpr(4096)  # the lanes of what runs over all chunks or tensors
 
@@ -69,18 +85,69 @@ def _total(partials, column, total):
 
 
 @triton.jit
-def _gradient_factor(partials, total, grad_scale, max_norm):
-    """What the gradients are multiplied with: GradScaler's scale is taken back, and they are
-    clipped to a norm. Clipping by itself comes second."""
+def _unscale(grad_scale):
+    """What takes GradScaler's scale back."""
     unscale = tl.full((), 1.0, tl.float64)
     if grad_scale is not None:
         unscale = 1.0 / tl.load(grad_scale).to(tl.float64)
+    return unscale
+
+
+@triton.jit
+def _clip(partials, total, message, unscale, max_norm):
+    """What clips the gradients to a norm, once they are unscaled."""
     clip = tl.full((), 1.0, tl.float64)
     if max_norm is not None:
-        norm = tl.sqrt(_total(partials, ALL_GG, total)) * unscale
+        if message is None:
+            norm = tl.sqrt(_total(partials, ALL_GG, total)) * unscale
+        else:
+            norm = tl.sqrt(tl.load(message + TOLD_ALL_GG))
         clip = tl.load(max_norm) / (norm + tl.full((), 1e-6, tl.float64))  # torch's own ε
         clip = tl.where(clip > 1.0, 1.0, clip)
-    return unscale * clip
+    return clip
+
+
+@triton.jit(do_not_specialize=["total", "count"])
+def tell(
+    message, packed, partials, total, groups, count, found_inf, grad_scale,
+    GROUPS: tl.constexpr, BETAS: tl.constexpr, WITH_X: tl.constexpr, WITH_GG: tl.constexpr,
+    WITH_DD: tl.constexpr, ASKS: tl.constexpr,
+):  # fmt: skip
+    """This process's part of the sums, as `measure.measure` takes it. It `ASKS` for ‖u‖²."""
+    share, unscale = tl.load(packed + _SHARE * BETAS), _unscale(grad_scale)
+    group = tl.arange(0, GROUPS)
+    settings, inside = groups + group * SETTINGS, group < count
+    lr = tl.load(settings + LR, mask=inside, other=0.0)
+    is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
+    is_live = tl.max(((lr != 0.0) & is_present).to(tl.int32), 0)
+    zero = tl.full((), 0.0, tl.float64)
+    dx, xx, gg, all_gg, dd, found = zero, zero, zero, zero, zero, zero
+    if WITH_X:
+        dx, xx = _total(partials, DX, total) * share, _total(partials, XX, total)
+    if WITH_GG:
+        gg = _total(partials, GG, total) * unscale * unscale
+        all_gg = _total(partials, ALL_GG, total) * unscale * unscale
+    if WITH_DD:
+        dd = _total(partials, DD, total) * share * share
+    if found_inf is not None:
+        found = tl.load(found_inf).to(tl.float64)
+    tl.store(message + TOLD_DG, _total(partials, DG, total) * share * unscale)
+    tl.store(message + TOLD_DX, dx)
+    tl.store(message + TOLD_GG, gg)
+    tl.store(message + TOLD_ALL_GG, all_gg)
+    tl.store(message + TOLD_XX, xx)
+    tl.store(message + TOLD_DD, dd)
+    tl.store(message + NEW_X1, zero)  # a new parameter is not for the kernels
+    tl.store(message + NEW_D, zero)
+    tl.store(message + LIVE, is_live.to(tl.float64))
+    tl.store(message + FOUND_INF, found)
+    tl.store(message + MEASURES, zero + ASKS)
+
+
+@triton.jit(do_not_specialize=["total"])
+def tell_update(late, partials, total):
+    """This process's part of ‖u‖²."""
+    tl.store(late, _total(partials, UU, total))
 
 
 @triton.jit
@@ -127,13 +194,14 @@ def _write_biases(table, grads, tensors, settings, biases, steps_more, STORES: t
 
 @triton.jit(do_not_specialize=["total", "count", "tensors"])
 def weigh(
-    partials, total, groups, count, coefficients, grad_scale, max_norm,
+    partials, total, message, groups, count, coefficients, grad_scale, max_norm,
     table, grads, tensors, biases,
     GROUPS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """What `square_proposals` needs of a known base, before `tune` has run."""
     group = tl.arange(0, GROUPS)
-    factor = _gradient_factor(partials, total, grad_scale, max_norm)
+    unscale = _unscale(grad_scale)
+    factor = unscale * _clip(partials, total, message, unscale, max_norm)
     _write_group(groups, coefficients, group, group < count, factor)
     if BIASED:
         _write_biases(table, grads, tensors, groups, biases, 1.0, False)
@@ -141,15 +209,17 @@ def weigh(
 
 @triton.jit
 def _first_share(
-    packed, counts, group, lr, unit, finite, SHARE: tl.constexpr, GROUPS: tl.constexpr
+    share, counts, group, lr, unit, finite, GROUPS: tl.constexpr, CHOOSES: tl.constexpr
 ):
-    """The share of the stored displacements that Δ is, chosen before the first update as
-    `plain._first_share` does."""
-    leads = group == tl.min(tl.where(lr != 0.0, group, GROUPS), 0)
-    first_unit = tl.sum(tl.where(leads, unit, 0.0), 0)
-    first = tl.where(first_unit == 1.0, first_unit, first_unit * _RUN_AT)
-    is_first = (tl.load(counts + UPDATES) == 0) & (first > 0.0) & finite
-    return tl.where(is_first, first, tl.load(packed + SHARE))
+    """The share of the stored displacements that Δ is. If it `CHOOSES`, it does so before the first
+    update, as `plain._first_share` does."""
+    if CHOOSES:
+        leads = group == tl.min(tl.where(lr != 0.0, group, GROUPS), 0)
+        first_unit = tl.sum(tl.where(leads, unit, 0.0), 0)
+        first = tl.where(first_unit == 1.0, first_unit, first_unit * _RUN_AT)
+        is_first = (tl.load(counts + UPDATES) == 0) & (first > 0.0) & finite
+        share = tl.where(is_first, first, share)
+    return share
 
 
 @triton.jit
@@ -165,51 +235,72 @@ def _count(counts, verdict, done, takes_part):
     tl.store(in_a_row, (tl.load(in_a_row) + 1) * (1 - done))
 
 
-@triton.jit(do_not_specialize=["total", "count", "tensors"])
-def tune(
-    packed, counts,
-    partials, total, groups, count, coefficients, rates, verdict,
-    found_inf, grad_scale, max_norm, table, grads, tensors, biases,
-    RULE: tl.constexpr, SHARE: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
-    SKIPS: tl.constexpr, WITH_X: tl.constexpr, WITH_U: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
-    """The tuner's step: from the sums of all chunks to what is done to each group. `packed` holds
-    the tuner's numbers, of which `SHARE` is the place of one."""
-    factor = _gradient_factor(partials, total, grad_scale, max_norm)
-    dg = _total(partials, DG, total)
+@triton.jit
+def _is_finite(
+    dg, packed, message, share, unit, found_inf, BETAS: tl.constexpr, SKIPS: tl.constexpr
+):
+    """Whether the step is made: all gradients are finite, and what is summed up over processes is
+    also looked at as `plain._is_near` does."""
     finite = tl.abs(dg) < float("inf")
     if not SKIPS:
         finite = finite | True
     if found_inf is not None:
-        finite = finite & (tl.load(found_inf) == 0.0)
+        if message is None:
+            finite = finite & (tl.load(found_inf) == 0.0)
+        else:
+            finite = finite & (tl.load(message + FOUND_INF) == 0.0)
+    if message is not None and SKIPS:
+        per_delta = tl.maximum(tl.load(packed + _SCALE * BETAS), 1.0 / share)
+        most = tl.max(unit, 0)
+        square = tl.maximum(tl.load(message + TOLD_DD), most * most)
+        too_far = per_delta * per_delta * square > tl.full((), _FARTHEST_SQUARE, tl.float64)
+        finite = tl.where(too_far, False, finite)
+    return finite
 
-    group = tl.arange(0, GROUPS)
-    inside = group < count
-    settings = groups + group * SETTINGS
-    lr = tl.load(settings + LR, mask=inside, other=0.0)
-    unit = tl.load(settings + UNIT, mask=inside, other=0.0)
-    is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
-    takes_part = (tl.max(((lr != 0.0) & is_present).to(tl.int32), 0) != 0) & finite
-    of_delta = tl.load(packed + SHARE)
-    share = _first_share(packed, counts, group, lr, unit, finite, SHARE, GROUPS)
 
+@triton.jit
+def _meet_new(packed, message, finite, lane, BETAS: tl.constexpr):
+    """Take note of the parameters that another process has seen for the first time."""
+    x1, size = packed + _X1 * BETAS, packed + _SIZE * BETAS
+    next_x1 = tl.load(x1) + tl.where(finite, tl.load(message + NEW_X1), 0.0)
+    next_size = tl.load(size) + tl.where(finite, tl.load(message + NEW_D), 0.0)
+    tl.debug_barrier()  # every warp has read before one of them writes, and the other way round
+    tl.store(x1 + lane, next_x1, mask=lane < BETAS)
+    tl.store(size + lane, next_size, mask=lane < BETAS)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _read_sums(
+    dg, partials, total, message, late, counts, has_risen, share, unscale, clip,
+    WITH_X: tl.constexpr, WITH_U: tl.constexpr,
+):  # fmt: skip
+    """The sums of the step: over all chunks, or over all processes where there is a message."""
     zero = tl.full((), 0.0, tl.float64)
     dx, xx, uu = zero, zero, zero
-    if WITH_X:
-        dx, xx = _total(partials, DX, total) * of_delta, _total(partials, XX, total)
-    if WITH_U:
-        uu = _total(partials, UU, total)
-    dg = dg * of_delta * factor
-    dd = _total(partials, DD, total) * of_delta * of_delta
-    gg = _total(partials, GG, total) * factor * factor
-    lane = tl.arange(0, LANES)
-    S, share, x_per_stored, kept = RULE(
-        packed, share, dg, dx, gg, xx, dd, uu, takes_part, tl.sum(lr, 0), lane
-    )
+    if message is None:
+        if WITH_X:
+            dx, xx = _total(partials, DX, total) * share, _total(partials, XX, total)
+        if WITH_U:
+            uu = _total(partials, UU, total)
+        factor = unscale * clip
+        dg = dg * share * factor
+        dd = _total(partials, DD, total) * share * share
+        gg = _total(partials, GG, total) * factor * factor
+    else:
+        dx, xx = tl.load(message + TOLD_DX), tl.load(message + TOLD_XX)
+        if WITH_U:
+            is_needed = is_update_needed(counts, has_risen, _FIRST_STEPS)
+            uu = tl.where(is_needed, tl.load(late), 0.0)
+        dg = dg * clip
+        dd = tl.load(message + TOLD_DD)
+        gg = tl.load(message + TOLD_GG) * (clip * clip)
+    return dg, dx, gg, xx, dd, uu
 
-    done = finite.to(tl.int64)
-    _count(counts, verdict, done, takes_part)
-    _write_group(groups, coefficients, group, inside, factor)
+
+@triton.jit
+def _write_moves(coefficients, group, inside, lr, unit, S, share, x_per_stored, kept):
+    """How the parameters and the displacements of each group are moved."""
     coefficients += group * COEFFICIENTS
     is_live = lr != 0.0
     unit = tl.where(is_live, unit, 0.0)
@@ -218,6 +309,51 @@ def tune(
     tl.store(coefficients + KEPT, tl.where(is_live, kept, 1.0).to(tl.float32), mask=inside)
     tl.store(coefficients + X_PER_PROPOSAL, (S * unit).to(tl.float32), mask=inside)
     tl.store(coefficients + STORED_PER_PROPOSAL, (unit / share).to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["total", "count", "tensors"])
+def tune(
+    packed, counts,
+    partials, total, message, late, has_risen, groups, count, coefficients, rates, verdict,
+    found_inf, grad_scale, max_norm, table, grads, tensors, biases,
+    RULE: tl.constexpr, BETAS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
+    SKIPS: tl.constexpr, WITH_X: tl.constexpr, WITH_U: tl.constexpr, BIASED: tl.constexpr,
+    CHOOSES: tl.constexpr,
+):  # fmt: skip
+    """The tuner's step: from the sums to what is done to each group. `packed` holds the tuner's
+    numbers, a row of as many as there are `BETAS` for each."""
+    unscale = _unscale(grad_scale)
+    clip = _clip(partials, total, message, unscale, max_norm)
+    if message is None:
+        dg = _total(partials, DG, total)
+    else:
+        dg = tl.load(message + TOLD_DG)
+    group, lane = tl.arange(0, GROUPS), tl.arange(0, LANES)
+    inside = group < count
+    settings = groups + group * SETTINGS
+    lr = tl.load(settings + LR, mask=inside, other=0.0)
+    unit = tl.load(settings + UNIT, mask=inside, other=0.0)
+    share = tl.load(packed + _SHARE * BETAS)
+    finite = _is_finite(dg, packed, message, share, unit, found_inf, BETAS, SKIPS)
+    if message is None:
+        is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
+        takes_part = (tl.max(((lr != 0.0) & is_present).to(tl.int32), 0) != 0) & finite
+    else:
+        takes_part = (tl.load(message + LIVE) > 0.0) & finite
+        _meet_new(packed, message, finite, lane, BETAS)
+    first_share = _first_share(share, counts, group, lr, unit, finite, GROUPS, CHOOSES)
+    dg, dx, gg, xx, dd, uu = _read_sums(
+        dg, partials, total, message, late, counts, has_risen, share, unscale, clip,
+        WITH_X, WITH_U,
+    )  # fmt: skip
+    S, share, x_per_stored, kept = RULE(
+        packed, first_share, dg, dx, gg, xx, dd, uu, takes_part, tl.sum(lr, 0), lane
+    )
+
+    done = finite.to(tl.int64)
+    _count(counts, verdict, done, takes_part)
+    _write_group(groups, coefficients, group, inside, unscale * clip)
+    _write_moves(coefficients, group, inside, lr, unit, S, share, x_per_stored, kept)
     tl.store(rates + group, (S * lr).to(tl.float32), mask=inside)
     if BIASED:
         _write_biases(table, grads, tensors, groups, biases, done.to(tl.float32), True)

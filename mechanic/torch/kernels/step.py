@@ -15,12 +15,16 @@ from mechanic.torch.capture import is_capturing
 from mechanic.torch.flag import Flag
 from mechanic.torch.history import StepRates
 from mechanic.torch.kernels.dispatch import Found, find_plan
+from mechanic.torch.measure import Parts
 from mechanic.torch.rates import EFFECTIVE_LR, is_proportional
+from mechanic.torch.sharding import Message, begin_sum
 
 if TYPE_CHECKING:
-    from mechanic.torch.kernels.copies import Copies
+    from mechanic.torch.kernels.copies import PackedCopies
     from mechanic.torch.kernels.launch import Inputs
     from mechanic.torch.kernels.plan import Plan
+
+_LIVE, _MEASURES = map(Parts._fields.index, ("live", "measures_update"))
 
 
 class Begun(NamedTuple):
@@ -54,6 +58,7 @@ def _launch_sums(call: Call, found: Found) -> Begun | None:
     rates = _look_at_rates(call, plan)
     captured: list[Any] | None = None
     if is_capturing(mechanism.home):
+        _refuse_to_capture_a_start(call, plan)
         captured = mechanism.kernels.captured
         captured += [plan, mechanism.scalars.packed, mechanism.counts.packed]
         captured += mechanism.history.lrs
@@ -68,7 +73,36 @@ def _launch_sums(call: Call, found: Found) -> Begun | None:
         launch.sum_up(plan, mechanism, inputs, sections)
     if not reads_x and not plan.placement.holds(call.optimizer):
         return None
+    if plan.message is not None:
+        inputs, rates = _tell_others(call, plan, plan.message, inputs, rates)
     return Begun(plan, found.addresses, inputs, rates)
+
+
+def _refuse_to_capture_a_start(call: Call, plan: "Plan") -> None:
+    if plan.message is not None and call.mechanism.history.is_starting:
+        raise RuntimeError(
+            "the first ten steps of an optimizer whose parameters are sharded cannot be captured "
+            "in a CUDA graph: all processes have to know how many the tuner has learned from. Make "
+            "ten steps first."
+        )
+
+
+def _tell_others(
+    call: Call, plan: "Plan", message: Message, inputs: "Inputs", rates: StepRates
+) -> tuple["Inputs", StepRates]:
+    """Complete the sums over the processes that share the parameters. Nothing is sent before it is
+    certain that the kernels make the step: a process on the plain path sends the same, once."""
+    from mechanic.torch.kernels import launch
+
+    with torch.no_grad(), plan.on_device():
+        launch.tell(plan, call.mechanism, inputs, asks=rates.measures_update)
+        numbers = begin_sum(message.ranks, message.parts)()
+        if call.mechanism.process_group is None:
+            return inputs, rates
+        plan.question.ask(numbers[_MEASURES] > 0)  # the processes of a group need not be alike
+        measures = plan.question.wait()
+        rates = rates._replace(measures_update=measures, has_risen=Flag(measures))
+        return inputs._replace(has_risen=plan.groups.place_flag(rates.has_risen)), rates
 
 
 def _look_at_rates(call: Call, plan: "Plan") -> StepRates:
@@ -114,15 +148,26 @@ def finish(call: Call, begun: Begun) -> Any:
     with torch.no_grad(), plan.on_device():
         copies = plan.copies
         result = _run_known(call, begun) if copies is None else _run_any(call, begun, copies)
-        torch.autograd.graph.increment_version(plan.placement.params)
+        torch.autograd.graph.increment_version(plan.placement.written())
         mechanism.history.note(rates)
-        if any(not rate.live.is_no for rate in rates.rates):
-            mechanism.history.learn(Flag(plan.verdict))  # only the device knows whether it did
+        _learn(call, begun)
         mechanism.counts.watch_device()
         effective_lrs = plan.groups.effective_lrs
         for group, rate in zip(call.optimizer.param_groups, effective_lrs, strict=True):
             group[EFFECTIVE_LR] = rate
     return result
+
+
+def _learn(call: Call, begun: Begun) -> None:
+    """Count a step that the tuner may have learned from; only the device knows whether it did."""
+    history, plan = call.mechanism.history, begun.plan
+    if plan.message is None:
+        if any(not rate.live.is_no for rate in begun.rates.rates):
+            history.learn(Flag(plan.verdict))
+    elif history.is_starting:  # all processes have to know for how long sums are taken late
+        is_live = plan.message.parts[_LIVE] > 0
+        plan.question.ask((plan.verdict[0] != 0) & is_live)
+        history.learn(Flag(plan.question.wait()))
 
 
 def _run_known(call: Call, begun: Begun) -> Any:
@@ -137,6 +182,9 @@ def _run_known(call: Call, begun: Begun) -> Any:
         counters.mirror()
     if with_u:
         launch.square_proposals(plan, mechanism, inputs)
+        if plan.message is not None:
+            launch.tell_update(plan, plan.message.late)
+            begin_sum(plan.message.ranks, plan.message.late)()
     launch.tune(plan, mechanism, inputs, with_u=with_u)
     if is_asked:
         plan.question.ask(plan.verdict[0])
@@ -146,7 +194,7 @@ def _run_known(call: Call, begun: Begun) -> Any:
     return call.loss
 
 
-def _run_any(call: Call, begun: Begun, copies: "Copies") -> Any:
+def _run_any(call: Call, begun: Begun, copies: "PackedCopies") -> Any:
     """The step of a base that runs by itself, on copies of the parameters."""
     from mechanic.torch.kernels import launch
 

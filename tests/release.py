@@ -1,0 +1,104 @@
+"""Builds the wheel and the sdist, and installs the wheel into an empty environment for each extra.
+
+    make release-check                            # all of them, some minutes
+    python tests/release.py torch==2.13.0 optax   # these alone
+
+In each environment a few lines use what the extra is for. torch is installed first, by its exact
+version, so that nothing else chooses another build of it.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
+
+TORCH = """
+import torch
+from mechanic.torch import mechanize, tuner
+weights = torch.nn.Parameter(torch.ones(8))
+optimizer = mechanize(torch.optim.AdamW([weights], lr=1.0))
+for _ in range(100):
+    optimizer.zero_grad()
+    ((weights - 3) ** 2).sum().backward()
+    optimizer.step()
+assert (weights - 3).abs().max() < 0.1, weights
+"""
+OPTAX = """
+import importlib.util
+assert importlib.util.find_spec("torch") is None
+import jax, jax.numpy as jnp, optax
+from mechanic.optax import mechanize
+tx, params = mechanize(optax.adamw(1.0)), jnp.ones(3)
+state, update = tx.init(params), jax.jit(tx.update)
+for _ in range(150):
+    updates, state = update(2 * (params - 3), state, params)
+    params = optax.apply_updates(params, updates)
+assert abs(params - 3).max() < 0.1, params
+"""
+TRAINERS = """
+import mechanic.integrations.lightning, mechanic.integrations.transformers
+from mechanic.torch import optim
+assert optim.AdamW
+"""
+# What uses an extra: lines of Python, and a command.
+USES = {
+    "": ("import mechanic, mechanic.tuner", ["mechanic", "--help"]),
+    "torch": (TORCH, ["mechanic", "run", "train.py"]),
+    "optax": (OPTAX, ["mechanic", "--version"]),
+    "run": (TORCH, ["mechanic", "run", "--log", "log", "--plot", "a.png", "train.py"]),
+    "demo": (TORCH, ["python", str(ROOT / "examples" / "digits.py"), "--steps", "10"]),
+    "bench": (TORCH, ["mechanic", "bench", "--list"]),
+    "integrations": (TRAINERS, ["mechanic", "--version"]),
+}
+WITHOUT_TORCH = ("", "optax")
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+
+def build() -> Path:
+    """Build the sdist, and the wheel from it."""
+    for old in DIST.glob("mechanic-*"):
+        old.unlink()
+    subprocess.run([sys.executable, "-m", "build", "--outdir", DIST], cwd=ROOT, check=True)
+    (wheel,), (_,) = DIST.glob("mechanic-*.whl"), DIST.glob("mechanic-*.tar.gz")
+    held = set(ZipFile(wheel).namelist())
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "mechanic").rglob("*.py")}
+    others = {"mechanic/py.typed", *(f"mechanic/bench/report/page.{end}" for end in ("css", "js"))}
+    assert sources | others <= held, sorted((sources | others) - held)
+    assert not [name for name in held if not name.startswith(("mechanic/", "mechanic-"))]
+    return wheel
+
+
+def try_extra(extra: str, wheel: Path, torch: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        commands = Path(folder) / "bin"
+        pip = [commands / "python", *PIP]
+        if extra not in WITHOUT_TORCH:
+            subprocess.run([*pip, torch], check=True)
+        subprocess.run([*pip, f"{wheel}[{extra}]" if extra else str(wheel)], check=True)
+        code, (command, *words) = USES[extra]
+        (Path(folder) / "train.py").write_text(TORCH, "utf-8")
+        subprocess.run([commands / "python", "-c", code], cwd=folder, check=True)
+        start = time.perf_counter()
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        run = subprocess.run([commands / command, *words], cwd=folder, check=False, **quiet)  # type: ignore[call-overload]
+        assert run.returncode == 0, run.stderr
+        took = time.perf_counter() - start
+    print(f"{wheel.name}[{extra}]: {command} {' '.join(words[:2])} took {took:.2f} s", flush=True)
+
+
+def main() -> None:
+    torch, *extras = sys.argv[1:]
+    wheel = build()
+    for extra in extras or USES:
+        try_extra(extra, wheel, torch)
+
+
+if __name__ == "__main__":
+    main()

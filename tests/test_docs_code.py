@@ -1,0 +1,307 @@
+"""Every block of code of the README and of the pages for newcomers runs as it is printed.
+
+docs/trainers.md has its own tests, in test_integrations_docs.py, and pages with `>>>` are doctests.
+"""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mechanic_pytorch
+import pytest
+import torch
+from pages import ROOT, Block, blocks, page, run_python, run_shell, sections
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy, mse_loss
+
+from mechanic import cli
+from mechanic.torch import mechanize, tuner
+
+RECIPES = [name for name in sections("docs/recipes.md") if name not in ("", "Trainers")]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "recipes", "faq", "how"))]
+QUICKSTART = blocks(page("docs/quickstart.md"))
+
+SLOW = ("GANs", "JAX", "Mixed precision", "Reinforcement learning")  # the others take a second
+SWEEP = (1e-4, 1e-2, 1e-1)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# --------------------------------------------------------------------------- the README
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+
+
+def digits_loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    images, labels = digits()
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(labels), (200, 64), generator=generator)
+    return [(images[one], labels[one]) for one in chosen]
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+
+def digits_loss(model: torch.nn.Module) -> float:
+    images, labels = digits()
+    with torch.no_grad():
+        return cross_entropy(model(images), labels).item()
+
+
+def excess(loss: float, sweep: list[float], start: float) -> float:
+    """What a run misses of what the best of a sweep has gained; some of the sweep fail."""
+    best = min(sweep)
+    assert max(sweep) > best + 0.2 * (start - best)
+    return (loss - best) / (start - best)
+
+
+def readme(heading: str) -> Block:
+    (found,) = [b for b in blocks(sections("README.md")[heading]) if b.language == "python"]
+    return found
+
+
+def test_the_example_for_pytorch_is_as_good_as_a_sweep():
+    block = readme("In PyTorch")
+    losses = []
+    for lr in SWEEP:
+        plain = block.code.replace("mechanize(", "(").replace("lr=1.0", f"lr={lr}")
+        assert plain.count(f"lr={lr}") == 1
+        names: dict[str, Any] = {"model": network(), "loader": digits_loader()}
+        exec(plain, names)
+        assert type(names["optimizer"]) is torch.optim.AdamW
+        losses.append(digits_loss(names["model"]))
+    names = {"model": network(), "loader": digits_loader()}
+    run_python(block, names)
+    assert excess(digits_loss(names["model"]), losses, digits_loss(network())) < 0.02
+
+    run_python(readme("Look inside"), names)
+    assert names["handle"]._optimizer is names["plain"] is names["optimizer"]
+    assert type(names["plain"]) is torch.optim.AdamW
+
+
+@pytest.mark.nightly
+def test_the_example_for_jax_is_as_good_as_a_sweep():
+    block = readme("In JAX")
+    keys = jax.random.split(jax.random.key(0), 4)
+    inputs = jax.random.normal(keys[0], (512, 16))
+    targets = jnp.tanh(inputs @ jax.random.normal(keys[1], (16, 4)) / 4)
+    params = [jax.random.normal(keys[2], (16, 32)) / 4, jax.random.normal(keys[3], (32, 4)) / 6]
+
+    def loss(params, batch):
+        x, y = batch
+        return jnp.mean((jax.nn.relu(x @ params[0]) @ params[1] - y) ** 2)
+
+    chosen = jax.random.randint(jax.random.key(1), (200, 64), 0, 512)
+    batches = [(inputs[one], targets[one]) for one in chosen]
+
+    def trained(code: str) -> float:
+        names = {"params": params, "batches": batches, "loss": loss}
+        exec(code, names)
+        return float(loss(names["params"], (inputs, targets)))
+
+    tuned, plain = (
+        "mechanize(optax.adamw(schedule), learning_rate=schedule)",
+        "optax.adamw(schedule)",
+    )
+    assert block.code.count(tuned) == block.code.count("schedule(1.0") == 1
+    code = block.code.replace(tuned, plain)
+    sweep = [trained(code.replace("schedule(1.0", f"schedule({lr}")) for lr in SWEEP]
+    assert excess(trained(block.code), sweep, float(loss(params, (inputs, targets)))) < 0.02
+
+
+def test_migration_is_the_line_that_it_says():
+    text = sections("README.md")["Coming from another Mechanic"]
+    for new, old in (
+        ("from mechanic.torch import mechanize", "from mechanic_pytorch import mechanize"),
+        ("mechanic.optax.mechanize(tx)", "optax.contrib.mechanize(tx)"),
+    ):
+        assert f"`{new}` in place of" in text.replace("\n  ", " ")
+        assert old in text
+    weights = torch.nn.Parameter(torch.ones(3))
+    theirs = mechanic_pytorch.mechanize(torch.optim.SGD)([weights], lr=1.0)
+    ours = mechanize(torch.optim.SGD)([weights], lr=1.0)
+    assert isinstance(theirs, torch.optim.SGD)
+    assert isinstance(ours, torch.optim.SGD)
+
+
+REPORT = "benchmarks/results/report.md"
+COLUMNS = ("mechanic", "prodigy", "dadaptation", "schedulefree-adamw", "mechanic-pytorch")
+ROWS = {  # of the README, and of the report
+    "ResNet-18 on CIFAR-10, SGD": ("resnet18-cifar10", "sgd"),
+    "GPT on novels, AdamW": ("gpt-novels", "adamw"),
+    "BERT on novels, AdamW": ("bert-novels", "adamw"),
+    "MiniLM fine-tuned on SST-2, AdamW": ("minilm-sst2", "adamw"),
+}
+
+
+def table(text: str, first: str) -> dict[str, dict[str, str]]:
+    """The table of a page whose head begins with a word, by its first column."""
+    lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
+
+
+def test_the_results_of_the_readme_are_those_of_the_report():
+    report = page(REPORT).replace("\u00a0", " ")
+    lines = table(sections("README.md")["How good is it?"], "task")
+    shown = {
+        name: [cell.strip("*") for cell in list(row.values())[1:]] for name, row in lines.items()
+    }
+    every = [line.split("|") for line in report.splitlines() if line.startswith("|")]
+    head = next([cell.strip() for cell in cells] for cells in every if cells[1].strip() == "suite")
+    for name, (task, base) in ROWS.items():
+        (row,) = [
+            c for c in every if len(c) == len(head) and [x.strip() for x in c[2:4]] == [task, base]
+        ]
+        found = [row[head.index(column)].strip() for column in COLUMNS]
+        found = [cell.removeprefix("≈ ").replace("above start", "3 lost") for cell in found]
+        assert shown[name] == found
+    beside = table(report.split("## Beside the other methods")[1], "method")
+    convex = [f"{beside[name]['convex']} %" for name in COLUMNS]
+    assert shown["12 logistic regressions, three optimizers"] == convex
+    assert shown["lost runs, all tasks of the comparison"] == [
+        beside[n]["lost runs"] for n in COLUMNS
+    ]
+    assert len(shown) == len(ROWS) + 2
+
+
+# --------------------------------------------------------------------------- other pages
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bf16 on an old CPU
+@pytest.mark.parametrize(
+    "heading",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ())
+        for name in RECIPES
+        if name != "Many processes"
+    ],
+)
+def test_recipe(heading: str):
+    texts, names = sections("docs/recipes.md"), dict[str, Any]()
+    (setup,) = blocks(texts[""])
+    run_python(setup, names)
+    model, inputs, targets = names["model"], names["inputs"], names["targets"]
+    before = mse_loss(model(inputs), targets).item()
+    for block in blocks(texts[heading]):
+        torch.manual_seed(1)
+        run_python(block, names)
+        check_recipe(heading, names, before)
+
+
+def check_recipe(heading: str, names: dict[str, Any], before: float) -> None:
+    """What a recipe has trained is good, and a tuner has done it."""
+    if heading == "JAX":
+        return  # it prints how far the loss fell
+    optimizers = [one for one in names.values() if isinstance(one, torch.optim.Optimizer)]
+    assert all(float(tuner(one).scale) > 0 for one in optimizers)
+    if heading == "GANs":
+        drawn = names["generator"](torch.randn(500, 8))
+        assert (drawn.mean(dim=0) - 2).abs().max() < 0.7
+        assert len(optimizers) == 2
+    elif heading != "Reinforcement learning":
+        after = mse_loss(names["model"](names["inputs"]).float(), names["targets"]).item()
+        assert after < before / 8
+
+
+@pytest.mark.nightly
+def test_the_recipe_for_many_processes(tmp_path: Path):
+    texts = sections("docs/recipes.md")
+    script, command = blocks(texts["Many processes"])
+    (tmp_path / script.title).write_text(blocks(texts[""])[0].code + script.code, "utf-8")
+    agreed = "rank ...: the ranks agree: True"
+    run_shell(command._replace(printed=f"{agreed}...{agreed}..."), tmp_path)
+
+
+@pytest.mark.nightly
+def test_the_scripts_of_the_quick_start(tmp_path: Path):
+    script, *commands = [b for b in QUICKSTART if b.title or (b.language == "sh" and b.printed)]
+    (tmp_path / script.title).write_text(script.code, "utf-8")
+    assert [shlex.split(block.code)[0] for block in commands] == ["python", "mechanic"]
+    for block in commands:
+        run_shell(block, tmp_path)
+
+
+@pytest.mark.nightly
+def test_the_lines_of_the_quick_start():
+    names: dict[str, Any] = {}
+    for block in QUICKSTART:
+        if block.language == "python" and not block.title:
+            run_python(block, names)
+    loss = cross_entropy(names["model"](names["points"]), names["arms"]).item()
+    assert loss < 0.02  # the sweep that the page gives has 0.010 at its best
+
+
+def test_the_edited_script_of_the_quick_start_is_the_first_one():
+    first, second = [b.code for b in QUICKSTART if b.language == "python"][:2]
+    lines = [line for line in first.splitlines() if line and "AdamW" not in line]
+    assert set(lines) <= set(second.splitlines())
+
+
+def test_questions():
+    answers = [found for text in sections("docs/faq.md").values() if (found := blocks(text))]
+    assert len(answers) > 4
+    for answer in answers:
+        names: dict[str, Any] = {}
+        setup_of_questions(names)
+        for block in answer:
+            assert block.language == "python", block.code
+            run_python(block, names)
+
+
+def setup_of_questions(names: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = mechanize(torch.optim.AdamW(model.parameters(), lr=1.0))
+    inputs = torch.randn(64, 4)
+    for _ in range(30):
+        optimizer.zero_grad()
+        (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    names.update(torch=torch, model=model, optimizer=optimizer, mechanize=mechanize, tuner=tuner)
+
+
+# --------------------------------------------------------------------------- commands
+
+
+def command_lines() -> list[list[str]]:
+    lines = [
+        line
+        for name in PAGES
+        for block in blocks(page(name))
+        if block.language == "sh"
+        for line in block.code.splitlines()
+    ]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("words", command_lines(), ids=" ".join)
+def test_command_is_there(words: list[str]):
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", page("Makefile"), re.MULTILINE)
+    elif words[:2] == ["mechanic", "run"]:
+        options, _ = cli.split_arguments(words[2:])
+        cli._parser().parse_args(["run", *options])
+    elif words[0] == "mechanic":
+        assert isinstance(cli._parser().parse_args(words[1:]), argparse.Namespace)
+    elif words[:2] == ["pip", "install"]:
+        for extra in re.findall(r"\w+", words[2].split("[")[1]):
+            assert re.search(rf"^{extra} = \[", page("pyproject.toml"), re.MULTILINE)
+    else:
+        scripts = [word for word in words if word.endswith(".py")]
+        assert words[0] in ("python", "torchrun")
+        assert scripts
+        saved = {block.title for name in PAGES for block in blocks(page(name))}
+        assert all(one in saved or (ROOT / one).exists() for one in scripts)

@@ -1,0 +1,18 @@
+"""The wheel installs into an empty environment. `make release-check` does so with every extra."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("build")
+pytestmark = pytest.mark.nightly
+
+
+def test_the_wheel_installs_without_extras_and_with_optax_alone() -> None:
+    script = Path(__file__).parent / "release.py"
+    command = [sys.executable, script, "no torch", "", "optax"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("took") == 2
