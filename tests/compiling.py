@@ -22,7 +22,7 @@ from mechanic.torch.kernels import dispatch
 
 CASES: list[tuple[Callable[[Any], Optimizer], torch.dtype, dict[str, Any]]] = [
     (lambda p: AdamW(p, lr=1.0, fused=True), torch.float32, {}),
-    (lambda p: RMSprop(p, lr=1.0), torch.float32, {}),
+    (lambda p: RMSprop(p, lr=1.0), torch.float32, {}),  # the one that is not known
     (Lion, torch.bfloat16, {"preset": "paper", "max_grad_norm": 1.0}),
 ]
 

@@ -66,7 +66,7 @@ if ON_GPU:
     KNOWN["AdamW-capturable"] = lambda p: AdamW(p, lr=1.0, capturable=True)
 
 ANY: dict[str, Make] = {
-    "RMSprop": lambda p: RMSprop(p, lr=1.0),
+    "Any": lambda p: RMSprop(p, lr=1.0),
     "Adagrad-fused": lambda p: Adagrad(p, lr=1.0, fused=not ON_GPU),
     "Own": lambda p: Own(p, lr=1.0, weight_decay=0.1, fused=True),
 }

@@ -96,10 +96,14 @@ def mean(values):
     return sum(values) / len(values)
 
 
-def test_a_rate_for_the_unet_and_one_for_the_text_encoder():
-    training = Training()
-    losses = training.run(0, 60)
+@pytest.mark.nightly
+def test_the_loss_falls():
+    losses = Training().run(0, 60)
     assert mean(losses[-10:]) < 0.8 * mean(losses[:5])
+
+
+def assert_logged(training):
+    """A rate for the U-Net, and one for the text encoder."""
     logged = metrics(training.optimizer)
     assert set(logged) == {"mechanic/scale", "mechanic/lr/unet", "mechanic/lr/text"}
     assert logged["mechanic/lr/unet"] == pytest.approx(10 * logged["mechanic/lr/text"])
@@ -111,6 +115,7 @@ def test_interrupted_and_resumed_with_its_average(tmp_path):
     training.run(0, 20)
     torch.save(training.state(), tmp_path / "saved.pt")
     training.run(20, 40)
+    assert_logged(training)
     resumed = Training()
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     for name, part in resumed.parts.items():

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from mechanic.torch import mechanize, tuner
 
-DAY, NIGHT = 60, 200
+DAY, NIGHT = 30, 200
 STARTING = 10  # steps in which a second message has the norm of the update
 
 

@@ -49,7 +49,7 @@ def test_these_are_the_examples_that_know_nothing_of_the_library():
 
 
 slow = pytest.mark.nightly
-BY_DAY = ("plain_loop", "lightning_module")
+BY_DAY = ("plain_loop",)
 
 
 @pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=slow) for n in QUICK])

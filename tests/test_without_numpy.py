@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 from importlib.machinery import PathFinder
@@ -53,6 +55,7 @@ print("trained")
 """
 
 
+@pytest.mark.nightly  # to import torch takes seconds
 def test_trains_saves_and_loads_without_numpy(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "checkpoint.pt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -257,13 +257,15 @@ def _propose_block(
     """x, what a base adds to it, and the base's next state."""
     point = _load(x, index, count, MASKED)
     gradient = _load(grad, index, count, MASKED) * tl.load(coefficients + FACTOR)
-    a, b = point, point
+    slot_1, slot_2 = point, point
     if SLOTS > 0:
-        a = _load(first, index, count, MASKED)
+        slot_1 = _load(first, index, count, MASKED)
     if SLOTS > 1:
-        b = _load(second, index, count, MASKED)
-    proposal, a, b = _propose(point, gradient, a, b, bias_1, bias_2, coefficients, BASE)
-    return point, proposal, a, b
+        slot_2 = _load(second, index, count, MASKED)
+    proposal, slot_1, slot_2 = _propose(
+        point, gradient, slot_1, slot_2, bias_1, bias_2, coefficients, BASE
+    )
+    return point, proposal, slot_1, slot_2
 
 
 @triton.jit
@@ -290,7 +292,7 @@ def _update_block(
     BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     displacement = _load(delta, index, count, MASKED)
-    point, proposal, a, b = _propose_block(
+    point, proposal, slot_1, slot_2 = _propose_block(
         x, grad, first, second, index, count, bias_1, bias_2, coefficients, BASE, SLOTS, MASKED,
     )  # fmt: skip
     stored_per_proposal = tl.load(coefficients + STORED_PER_PROPOSAL)
@@ -300,9 +302,9 @@ def _update_block(
             displacement, proposal, MASKED,
         )  # fmt: skip
     if SLOTS > 0:
-        _store(first, index, a.to(first.dtype.element_ty), count, MASKED)
+        _store(first, index, slot_1.to(first.dtype.element_ty), count, MASKED)
     if SLOTS > 1:
-        _store(second, index, b.to(second.dtype.element_ty), count, MASKED)
+        _store(second, index, slot_2.to(second.dtype.element_ty), count, MASKED)
 
 
 @triton.jit
