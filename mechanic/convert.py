@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from mechanic.tuner import RULES
+
 if TYPE_CHECKING:
     from mechanic.optax.state import MechanicState
 
@@ -111,11 +113,14 @@ def _with_numbers(own: MechanicState, saved: dict[str, Any], lrs: list[Any]) -> 
         return jnp.asarray(value)
 
     numbers, names = own.numbers, own.numbers.tuner._fields
-    if missing := [name for name in names if name not in saved]:
+    rule = RULES.get(saved["preset"])
+    if rule is None or rule.state is not type(numbers.tuner):
         raise ValueError(
-            f"the checkpoint is of another tuner: it was made with preset={saved['preset']!r} and "
-            f"lacks {', '.join(missing)}. Call mechanize(tx, preset={saved['preset']!r})."
+            f"the checkpoint is of another tuner: it was made with preset={saved['preset']!r}. "
+            f"Call mechanize(tx, preset={saved['preset']!r})."
         )
+    if missing := [name for name in names if name not in saved]:
+        raise ValueError(f"the checkpoint is damaged: its tuner lacks {', '.join(missing)}.")
     betas = np.asarray(saved[BETA], numbers.scale.dtype)
     if not np.array_equal(betas, np.asarray(getattr(numbers.tuner, BETA, betas))):
         raise ValueError(
@@ -290,11 +295,11 @@ def _saved_from(
 ) -> dict[str, Any]:
     """The tuner as a torch checkpoint has it. The βs, which JAX may have rounded, are torch's."""
     values = own.numbers.tuner._asdict()
-    if unknown := [name for name in values if name not in template]:
+    if RULES[template["preset"]].state is not type(own.numbers.tuner):
         raise ValueError(
             f"the state is of another tuner than the optimizer, whose preset is "
-            f"{template['preset']!r} and which knows no {', '.join(unknown)}. Call "
-            "mechanize(optimizer, preset=...) with the preset of the transformation."
+            f"{template['preset']!r}. Call mechanize(optimizer, preset=...) with the preset of the "
+            "transformation."
         )
     values |= own.numbers._asdict() | own.counts._asdict()
     values = {n: np.asarray(v).tolist() for n, v in values.items() if n in template and n != BETA}

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from reference import adamw, algorithm1, multiplied, sgd
+from reference import adamw, algorithm1, default, sgd
 
 Array = NDArray[np.float64]
 
-RULES = {"default": multiplied, "paper": algorithm1}
+RULES = {"default": default, "paper": algorithm1}
 BASES = {"sgd": sgd, "adamw": adamw}
 FIRST, RISE = 10, 1.1  # docs/algorithm.md, "The norm of the update, known in time"
 

@@ -38,7 +38,7 @@ def run(
     gradient(x, t) gives g_t, schedule(t) a factor on lr, `options` go to the rule and `hyper` to
     the base. Returns the points x_1, ..., x_{T+1} and the scales S_1, ..., S_{T+1}.
     """
-    update_scale = {"default": multiplied, "paper": algorithm1}[rule]
+    update_scale = {"default": default, "paper": algorithm1}[rule]
     options = dict(options or {}) | ({"cap": cap} if rule == "default" else {})
     x_ref = np.array(x0, dtype=np.float64)
     x, delta = x_ref.copy(), np.zeros_like(x_ref)  # lines 2 and 3
@@ -67,7 +67,7 @@ def run(
     return np.array(xs), np.array(Ss)
 
 
-# The rules: from what step t measures to the scales s_{t+1}, and the share q of Δ_t that stays.
+# The rules: from what step t measures to the scales s_{t+1}, and the part q of Δ_t that stays.
 
 
 def algorithm1(
@@ -109,17 +109,19 @@ def algorithm1(
     return s, 1.0
 
 
-def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4):
+def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4):
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     n = len(betas)
     S = state.get("s", np.zeros(n)).sum()
-    strongest, against, recent = (
-        state.get(name, 0.0) for name in ("strongest", "against", "recent")
+    largest_cosine, hesitation, recent_fall = (
+        state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_fall")
     )
-    record, bet, top = (state.get(name, 0.0) for name in ("record", "bet", "top"))
-    count = state.get("count", 0.0)
-    ended = against > 0
+    largest_change, stake, top = (
+        state.get(name, 0.0) for name in ("largest_change", "stake", "top")
+    )
+    ramp_size = state.get("ramp_size", 0.0)
+    is_ramp_over = hesitation > 0
 
     x1_size = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
     D, U_before = np.linalg.norm(delta), state.get("U", 0.0)
@@ -133,62 +135,70 @@ def multiplied(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0,
     sizes = D * np.linalg.norm(g)
     cosine = min(max(-slope / sizes, -1.0), 1.0) if sizes > 0 else 0.0
     fall = -S * slope
-    if fall > record:
-        against *= record / fall
-    record = max(record, abs(fall))
-    bet = max(bet, abs(fall)) if fall > 0 or bet == 0 else max(bet, min(-fall, blown * bet))
-    strongest = max(np.mean(betas) * strongest, abs(cosine))
-    much = min(1.0, abs(fall) / recent) if recent > 0 else 1.0
-    rest = 1 - cosine**2 * (1 - much)
-    c = rest * cosine / strongest if strongest > 0 else 0.0
+    if fall > largest_change:
+        hesitation *= largest_change / fall
+    largest_change = max(largest_change, abs(fall))
+    stake = (
+        max(stake, abs(fall)) if fall > 0 or stake == 0 else max(stake, min(-fall, blown * stake))
+    )
+    largest_cosine = max(np.mean(betas) * largest_cosine, abs(cosine))
+    recent_part = min(1.0, abs(fall) / recent_fall) if recent_fall > 0 else 1.0
+    trust = 1 - cosine**2 * (1 - recent_part)
+    c = trust * cosine / largest_cosine if largest_cosine > 0 else 0.0
 
     # The scale
-    k = 1 / (1 + against / 2) if ended else (1 + max(cosine, 0)) / 2
-    worth = min(1.0, abs(fall) / (0.01 * bet)) if bet > 0 else 0.0
+    k = 1 / (1 + hesitation / 2) if is_ramp_over else (1 + max(cosine, 0)) / 2
+    worth = min(1.0, abs(fall) / (0.01 * stake)) if stake > 0 else 0.0
     if c > 0:
-        by = 1 + worth**2 * k * c
+        factor = 1 + worth**2 * k * c
     elif c < 0:
-        by = (1.0 if ended else 0.5) / (1 + worth * (k * -c + much * (cosine * strongest) ** 2))
+        divergence = recent_part * (cosine * largest_cosine) ** 2
+        factor = (1.0 if is_ramp_over else 0.5) / (1 + worth * (k * -c + divergence))
     else:
-        by = 1.0
-    new = S * by
-    if recent > 0 and -fall > 4 * recent:  # the brake
-        new /= 1 + (min(2.0, -fall / recent / 4) - 1) * (fall / record) ** 4
+        factor = 1.0
+    new = S * factor
+    if recent_fall > 0 and -fall > 4 * recent_fall:  # the brake
+        new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * (fall / largest_change) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     new = min(new, cap)
-    recent = max(0.95 * recent, fall, -fall / 4)
-    against += max(-c, 0.0)
+    recent_fall = max(0.95 * recent_fall, fall, -fall / 4)
+    hesitation += max(-c, 0.0)
 
     # Has Δ been wrong?
-    top = top if ended else max(top, new)
-    past = 1 + rest * (by ** (0.25 if by > 1 else 0.5) - 1)
-    q = past * S / new if S > 0 else 1.0
-    if ended and new < 0.1 * top:
-        q, against, top = 0.0, against / 4, new
+    top = top if is_ramp_over else max(top, new)
+    offset_factor = 1 + trust * (factor ** (0.25 if factor > 1 else 0.5) - 1)
+    q = offset_factor * S / new if S > 0 else 1.0
+    if is_ramp_over and new < 0.1 * top:
+        q, hesitation, top = 0.0, hesitation / 4, new
 
-    is_new = count * 1.1 < x.size
+    is_new = ramp_size * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = S / new if S > 0 else 1.0
-        strongest = against = recent = record = bet = top = 0.0
+        largest_cosine = hesitation = recent_fall = largest_change = stake = top = 0.0
     state.update(
-        strongest=strongest, against=against, recent=recent, record=record, bet=bet, top=top
+        largest_cosine=largest_cosine,
+        hesitation=hesitation,
+        recent_fall=recent_fall,
+        largest_change=largest_change,
+        stake=stake,
+        top=top,
     )
-    state.update(U=U, D=q * D, count=x.size if is_new else count)
+    state.update(U=U, D=q * D, ramp_size=x.size if is_new else ramp_size)
     return np.full(n, new / n), q
 
 
 def note_shares(monkeypatch):
     """The shares of Δ that the default rule keeps from now on, as they come."""
-    kept, rule = [], multiplied
+    kept, rule = [], default
 
     def noted(*args, **options):
         scale, share = rule(*args, **options)
         kept.append(share)
         return scale, share
 
-    monkeypatch.setitem(globals(), "multiplied", noted)
+    monkeypatch.setitem(globals(), "default", noted)
     return kept
 
 

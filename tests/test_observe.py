@@ -69,7 +69,7 @@ def test_the_scale_is_that_of_the_held_out_gradients(base):
     for t in range(STEPS):
         u = propose(run.gradient(x, 0), x, memory, 1.0, **options)
         state["t"] = t + 1
-        s, kept = reference.multiplied(state, delta, run.gradient(x, 1), x, u)
+        s, kept = reference.default(state, delta, run.gradient(x, 1), x, u)
         state["s"] = s
         x_ref = x if kept == 0 else x_ref
         delta = kept * delta + u

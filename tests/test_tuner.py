@@ -42,7 +42,7 @@ def sums_of(h, *, gradient=1.0, update=1.0, cosine=0.5, d=10):
 
 
 def run(options, steps):
-    """The states after each of the steps, and the shares of Δ that stay."""
+    """The states after each of the steps, and the parts of Δ that are retained."""
     state = tuner.init(options, np.array(options.betas))
     states, keeps = [], []
     for sums in steps:

@@ -40,7 +40,7 @@ COEFFICIENTS = _Column(12)
 # The counts, in the order of `mechanic.torch.counts.Counted`.
 STEPS, UPDATES, SKIPPED, SKIPPED_IN_A_ROW = map(_Column, range(4))
 
-# The sums, in the order in which `partials` holds them.
+# The columns of `partials`, one for each sum; ⟨Δ, g⟩ is the first (`step._run_any`).
 DG, DD, ALL_GG, GG, DX, XX, UU = map(_Column, range(7))
 SUMS = 7
 
