@@ -5,8 +5,7 @@ TORCH := torch==2.13.0
 # The oldest torch that pyproject.toml allows, and the torchao of its time.
 OLDEST := torch==2.6.0 torchao==0.13.0
 BIN := .venv/bin
-# One more worker than cores: many tests wait for processes that they start.
-PYTEST := -m pytest -n $(shell expr $$(nproc 2>/dev/null || echo 2) + 1) --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo bench test test-all test-oldest check docs figures release-check step-cost soak audit clean
 

@@ -348,6 +348,7 @@ def test_names_are_shown_as_they_are_on_paper_too(page: Page) -> None:
     assert page.locator("img").count() == 0
 
 
+@pytest.mark.nightly
 def test_a_click_on_a_method_hides_it_everywhere(page: Page) -> None:
     def visible(task: str) -> set[bool]:
         page.evaluate(f"document.querySelector('{task}').scrollIntoView({{behavior: 'instant'}})")

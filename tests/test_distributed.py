@@ -695,6 +695,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(FSDP_NEEDS_A_GPU, reason="FSDP2 on a CPU needs torch 2.7")
 def test_a_rank_that_dies_leaves_the_others_with_an_error(tmp_path, pools):
     folder = str(tmp_path / "checkpoint")

@@ -244,9 +244,13 @@ def _of_growth(options: Options, numbers: Numbers) -> str:
 
 
 def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
-    """An optimizer does not know its schedulers, so they are looked for."""
-    found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
-    return [scheduler for scheduler in found if getattr(scheduler, "optimizer", None) is optimizer]
+    """An optimizer does not know its schedulers, so they are looked for: among what refers to it,
+    and among the owners of what does."""
+    holders = gc.get_referrers(optimizer)
+    dicts = [holder for holder in holders if type(holder) is dict]
+    owners = gc.get_referrers(*dicts) if dicts else []
+    found = {id(own): own for own in (*holders, *owners) if issubclass(type(own), LRScheduler)}
+    return [own for own in found.values() if getattr(own, "optimizer", None) is optimizer]
 
 
 def _rescale(rates: dict[str, Any], names: tuple[str, ...], scale: float) -> None:
