@@ -198,6 +198,7 @@ def test_a_worker_that_is_killed_is_a_failure_and_the_rest_goes_on(
     assert all(run.status == "done" for run in load(url))
 
 
+@pytest.mark.nightly
 def test_divergence_is_a_result_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -91,6 +91,7 @@ def go_on_in_another_process(
     return {row: everything(opt) for row, (opt, _) in runs.items()}
 
 
+@pytest.mark.nightly
 def test_a_spawned_process(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PATH)
     runs = {row: resumed(row) for row in SPAWNED}

@@ -110,6 +110,7 @@ def assert_logged(training):
     assert 1e-5 < logged["mechanic/lr/unet"] < 1
 
 
+@pytest.mark.nightly
 def test_interrupted_and_resumed_with_its_average(tmp_path):
     training = Training()
     training.run(0, 20)

@@ -59,6 +59,7 @@ def test_every_row_is_stored() -> None:
     assert STORED.keys() == ROWS.keys() == WORST.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [case(n, name=str(n), by_day=n == 0) for n in range(3)])
 def test_hard_batches_at_a_constant_lr_do_not_stop_it(seed: int) -> None:
     """With few examples a step one batch in fifty is hard, for ever."""

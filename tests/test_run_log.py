@@ -328,6 +328,7 @@ def test_help_is_for_the_script_after_its_name(tmp_path: Path) -> None:
     assert "--freeze-after" in helped.stdout
 
 
+@pytest.mark.nightly
 def test_one_that_goes_on_from_a_checkpoint_is_not_said_never_to_have_grown(
     tmp_path: Path,
 ) -> None:
