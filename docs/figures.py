@@ -17,7 +17,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -54,8 +53,7 @@ def train(shape: Shape, preset: str = "default") -> History:
     """Train with AdamW at a typed lr of 1, so that the scale is a learning rate."""
     torch.manual_seed(0)
     images, labels, *_ = digits.load_data(0)
-    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-    network = nn.Sequential(*layers)
+    network = digits.make_network()
     optimizer = mechanize(torch.optim.AdamW(network.parameters(), lr=1.0), preset=preset)
     schedule = LambdaLR(optimizer, shape)
     history = History([], [], [], [], [])

@@ -93,12 +93,16 @@ def load_data(seed: int) -> Data:
     return *shifted(parts[0], parts[2]), *shifted(parts[1], parts[3])
 
 
+def make_network() -> nn.Module:
+    hidden = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(128, 10))
+
+
 def train(
     data: Data, name: str, lr: float, mechanic: bool, steps: int, tick: Callable[[], None]
 ) -> Run:
     images, labels, test_images, test_labels = data
-    hidden = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
-    network = nn.Sequential(*hidden, nn.Linear(128, 10))
+    network = make_network()
     optimizer: Optimizer = AdamW(network.parameters(), lr=lr)
     if name == "SGD with momentum":
         optimizer = SGD(network.parameters(), lr=lr, momentum=0.9)

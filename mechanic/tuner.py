@@ -168,7 +168,9 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where a ramp begins
     is_ramp_over = state.hesitation > 0
 
-    cosine, fall, recent_part, largest_cosine, largest_change, stake = _look(options, state, sums)
+    cosine, fall, recent_part, largest_cosine, largest_change, stake = _look(
+        options, state, sums, S
+    )
     # When g is parallel to Δ and the change is small beside recent ones, the base converges by
     # itself: the scale is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
@@ -224,8 +226,8 @@ class _Seen(NamedTuple):
     stake: Array
 
 
-def _look(options: Options, state: DefaultState, sums: Sums) -> _Seen:
-    xp, S = namespace(sums.dg), total(state.s)
+def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
+    xp = namespace(sums.dg)
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd * sums.gg))), -1.0, 1.0)
     fall = finite(-S * h)

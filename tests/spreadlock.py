@@ -120,10 +120,6 @@ def gathered(side: Side) -> Any:
     return SimpleNamespace(params=params, optimizer=optimizer, mechanism=side.mechanism)
 
 
-def part_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def messages_of(side: Side) -> int:
     """The collectives of a step."""
     from torch.distributed.tensor.debug import CommDebugMode

@@ -1,6 +1,7 @@
 """diffusers: a U-Net and a text encoder in groups of their own, a constant lr, EMA; LoRA on it."""
 
 import copy
+from statistics import fmean
 
 import pytest
 import torch
@@ -92,14 +93,10 @@ class Training:
         return copy.deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
 @pytest.mark.nightly
 def test_the_loss_falls():
     losses = Training().run(0, 60)
-    assert mean(losses[-10:]) < 0.8 * mean(losses[:5])
+    assert fmean(losses[-10:]) < 0.8 * fmean(losses[:5])
 
 
 def assert_logged(training):
@@ -140,7 +137,7 @@ def test_lora_moves_the_adapters_alone():
         name for name, p in training.unet.named_parameters() if not torch.equal(p, before[name])
     }
     assert moved == {name for name in before if "lora" in name}
-    assert mean(losses[-20:]) < mean(losses[:20])
+    assert fmean(losses[-20:]) < fmean(losses[:20])
 
 
 @pytest.mark.nightly
@@ -150,7 +147,7 @@ def test_weights_in_bfloat16_lose_nothing():
     for dtype in (torch.float32, torch.bfloat16):
         displacement = str(dtype).removeprefix("torch.")
         training = Training(dtype=dtype, displacement=displacement)
-        ends[dtype] = mean(training.run(0, 100)[-40:])
+        ends[dtype] = fmean(training.run(0, 100)[-40:])
     assert ends[torch.bfloat16] < 1.1 * ends[torch.float32]
 
 
@@ -161,5 +158,5 @@ def test_eight_bit_states_of_torchao():
     for base in (AdamW, optim.AdamW8bit):
         training = Training(base=lambda groups, base=base: base(groups, lr=1.0))
         with torch.compiler.set_stance("force_eager"):  # it would compile its step for minutes
-            ends[base] = mean(training.run(0, 100)[-40:])
+            ends[base] = fmean(training.run(0, 100)[-40:])
     assert ends[optim.AdamW8bit] < 1.1 * ends[AdamW]

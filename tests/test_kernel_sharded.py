@@ -17,11 +17,12 @@ from comparing import DISPLACEMENT
 from distributed import Pool, full, loss_of, make_model, spread
 from lockstep import DEVICE, FEW, KNOWN, ON_GPU, Side, kernels
 from running import environment
-from spreadlock import PLACES, SpreadLock, messages_of, part_of, prepare
+from spreadlock import PLACES, SpreadLock, messages_of, prepare
 from torch import distributed as dist
 from torch.nn import Parameter
 
 from mechanic.torch import mechanize, tuner
+from mechanic.torch.sharding import local
 
 DAY, NIGHT = 30, 200
 STARTING = 10  # steps in which a second message has the norm of the update
@@ -95,7 +96,7 @@ def meet_on_two_paths(rank: int) -> float:
         lock.fast.uses_kernels = (step // 2) % 2 == rank
         gradients = lock.gradients()
         if step in (5, 16) and rank == 1:
-            part_of(gradients[1]).view(-1)[0] = math.nan
+            local(gradients[1]).view(-1)[0] = math.nan
         if step in (13, 16):  # the second of them is skipped
             for side in lock.sides:
                 side.optimizer.param_groups[0]["lr"] *= 1.3
@@ -127,10 +128,10 @@ def meet_what_is_not_finite(rank: int, name: str, has_scaler: bool) -> None:
                 side.optimizer.grad_scale = torch.tensor(8.0, device=DEVICE)
                 side.optimizer.found_inf = torch.tensor(found, device=DEVICE)
         elif is_bad and rank == last:
-            part_of(gradients[0]).view(-1)[:1] = math.nan
-        before = [part_of(param).clone() for param in lock.fast.params]
+            local(gradients[0]).view(-1)[:1] = math.nan
+        before = [local(param).clone() for param in lock.fast.params]
         lock.step(gradients)
-        after = map(part_of, lock.fast.params)
+        after = map(local, lock.fast.params)
         assert not is_bad or all(map(torch.equal, after, before))
     assert lock.fast.ran_kernels(known=True)
     assert int(lock.fast.mechanism.counts.read().skipped) == 3

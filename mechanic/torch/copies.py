@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from mechanic.torch import vectors
-from mechanic.torch.sharding import is_spread
+from mechanic.torch.sharding import PLAIN, is_spread
 from mechanic.torch.twin import StandIns, stand_in
 from mechanic.torch.vectors import Batch
 
@@ -97,7 +96,7 @@ def can_be_kept(batches: list[Batch]) -> bool:
     owners = [owner for batch in batches for owner in batch.owners]
     plain = [owner for owner in owners if not is_spread(owner)]
     return (
-        all(type(owner) in (Tensor, Parameter) for owner in plain)
+        all(type(owner) in PLAIN for owner in plain)
         and not any(owner.is_complex() and owner.is_conj() for owner in plain)
         and len({owner.untyped_storage().data_ptr() for owner in plain if owner.numel()})
         == sum(owner.numel() > 0 for owner in plain)

@@ -7,7 +7,7 @@ import torch
 from mechanic.torch import sharding
 from mechanic.torch.call import Call
 from mechanic.torch.measure import measure_gradients
-from mechanic.torch.plain import prepare
+from mechanic.torch.plain import clip_factor, prepare
 from mechanic.torch.scalars import Observed
 
 
@@ -24,8 +24,7 @@ def observe(call: Call) -> None:
         own = measure_gradients(call.optimizer, ready)
         dg, gg, all_gg = sharding.begin_sums(ready.ranks, own)()
         if ready.options.max_grad_norm < math.inf:
-            norm = torch.as_tensor(all_gg, device=ready.home).sqrt()
-            factor = (ready.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = clip_factor(ready, all_gg)
             dg, gg = dg * factor, gg * factor**2
     call.mechanism.scalars.observed = Observed(dg, gg)
     call.mechanism.frozen = True

@@ -211,14 +211,19 @@ def _clip(ready: Ready, parts: Parts) -> Parts:
     if ready.options.max_grad_norm == math.inf:
         return parts
     with torch.no_grad():
-        norm = torch.as_tensor(parts.all_gg, device=ready.home).sqrt()
-        factor = (ready.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clip_factor(ready, parts.all_gg)
         for batch in ready.batches:
             vectors.clip(batch, factor)
         square = factor**2
         return parts._replace(
             dg=parts.dg * factor, gg=parts.gg * square, all_gg=parts.all_gg * square
         )
+
+
+def clip_factor(ready: Ready, square: Tensor | float) -> Tensor:
+    """What gradients are multiplied with, whose norm has this square."""
+    norm = torch.as_tensor(square, device=ready.home).sqrt()
+    return (ready.options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:

@@ -14,6 +14,9 @@ from torch import distributed as dist
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+PLAIN = (Tensor, Parameter)
+"""The types of tensors that are whole, and no other than they seem."""
+
 
 class Ranks(NamedTuple):
     """The processes that share the parameters of an optimizer."""
@@ -73,7 +76,7 @@ def new_message(ranks: Ranks, size: int, device: torch.device) -> Message:
 
 def is_spread(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
-    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "device_mesh")
+    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -89,7 +92,7 @@ def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def here(tensor: Tensor) -> Tensor:
     """The part of a tensor that is here, without asking how it is placed. It is called for every
     tensor in every step, and made to be fast."""
-    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+    return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def here_like(tensor: Tensor, like: Tensor) -> Tensor | None:
@@ -97,12 +100,9 @@ def here_like(tensor: Tensor, like: Tensor) -> Tensor | None:
     if getattr(tensor, "placements", None) != getattr(like, "placements", None):
         return None
     part = here(tensor)
-    if type(part) not in _PLAIN and hasattr(part, "trigger_wait"):
+    if type(part) not in PLAIN and hasattr(part, "trigger_wait"):
         part = part.trigger_wait()  # it is still being received; the stream waits
     return part
-
-
-_PLAIN = (Tensor, Parameter)
 
 
 def ranks_of(optimizer: Optimizer, group: Any, known: Ranks | None = None) -> Ranks:

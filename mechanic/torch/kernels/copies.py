@@ -1,4 +1,4 @@
-"""PackedCopies of all parameters, for a base that runs by itself."""
+"""Copies of all parameters, for a base that runs by itself."""
 
 import sys
 from collections.abc import Iterator

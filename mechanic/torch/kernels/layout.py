@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from mechanic.torch.kernels import passes
 from mechanic.torch.kernels.host import StepCounters
 from mechanic.torch.kernels.known import KnownBase
 from mechanic.torch.kernels.upload import upload
 from mechanic.torch.mechanism import DISPLACEMENT
-from mechanic.torch.sharding import here_like
+from mechanic.torch.sharding import PLAIN, here_like
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,7 +92,7 @@ def _are_for_kernels(tensors: tuple[Tensor, ...]) -> bool:
     """Whether the kernels can read and write tensors that belong together."""
     first = tensors[0]
     return (
-        all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+        all(type(tensor) in PLAIN for tensor in tensors)
         and all(tensor.dtype in _TYPES and not tensor.is_sparse for tensor in tensors)
         and all(tensor.device == first.device for tensor in tensors)
         and all(tensor.shape == first.shape for tensor in tensors)

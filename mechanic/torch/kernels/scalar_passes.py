@@ -107,6 +107,13 @@ def _clip(partials, total, message, unscale, max_norm):
     return clip
 
 
+@triton.jit
+def _has_live_group(settings, lr, inside):
+    """1 if there is a gradient in a group whose lr is not 0, else 0."""
+    is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
+    return tl.max(((lr != 0.0) & is_present).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["total", "count"])
 def tell(
     message, packed, partials, total, groups, count, found_inf, grad_scale,
@@ -118,8 +125,7 @@ def tell(
     group = tl.arange(0, GROUPS)
     settings, inside = groups + group * SETTINGS, group < count
     lr = tl.load(settings + LR, mask=inside, other=0.0)
-    is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
-    is_live = tl.max(((lr != 0.0) & is_present).to(tl.int32), 0)
+    is_live = _has_live_group(settings, lr, inside)
     zero = tl.full((), 0.0, tl.float64)
     dx, xx, gg, all_gg, dd, found = zero, zero, zero, zero, zero, zero
     if WITH_X:
@@ -336,8 +342,7 @@ def tune(
     share = tl.load(packed + _SHARE * BETAS)
     finite = _is_finite(dg, packed, message, share, unit, found_inf, BETAS, SKIPS)
     if message is None:
-        is_present = tl.load(settings + PRESENT, mask=inside, other=0.0) != 0.0
-        takes_part = (tl.max(((lr != 0.0) & is_present).to(tl.int32), 0) != 0) & finite
+        takes_part = (_has_live_group(settings, lr, inside) != 0) & finite
     else:
         takes_part = (tl.load(message + LIVE) > 0.0) & finite
         _meet_new(packed, message, finite, lane, BETAS)
