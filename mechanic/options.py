@@ -1,10 +1,12 @@
 """The options of a tuner: one frozen dataclass that checks its values."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
+Scope = Literal["all", "group", "tensor"] | tuple[tuple[str, str], ...]
 Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
 
 # Algorithm 1, line 1: β = (0.9, 0.99, ..., 0.999999).
@@ -70,6 +72,10 @@ class Options:
     """The dtype in which displacements are stored. In bfloat16 they are rounded in such a way
     that many small updates still add up."""
 
+    scope: Scope = "all"
+    """Which parameters share a scale: `all`, those of a `group`, each `tensor` alone, or those of a
+    scope that is given by its name and a pattern of the parameters' names, in a dict of them."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in _PRESETS:
             known = ", ".join(repr(name) for name in get_args(Preset))
@@ -113,6 +119,7 @@ class Options:
             raise ValueError(
                 f"displacement must be 'float32' or 'bfloat16', got {self.displacement!r}."
             )
+        object.__setattr__(self, "scope", _checked_scope(self.scope))
 
 
 def _is_real(value: Any) -> TypeGuard[float]:
@@ -136,3 +143,19 @@ def _checked_betas(betas: Any) -> tuple[float, ...]:
     if not values or not all(0.0 <= beta <= 1.0 for beta in values):
         raise ValueError(f"betas must be at least one number from 0 to 1, got {values}. {fix}")
     return values
+
+
+def _checked_scope(scope: Any) -> Scope:
+    if isinstance(scope, str) and scope in ("all", "group", "tensor"):
+        return scope  # type: ignore[return-value]
+    pairs = tuple(scope.items()) if isinstance(scope, Mapping) else scope
+    is_sound = isinstance(pairs, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
+        for pair in pairs
+    )
+    if not is_sound or not pairs:
+        raise ValueError(
+            "scope must be 'all', 'group', 'tensor' or a dict of names and patterns, got "
+            f"{scope!r}. Write scope={{'text': 'text_encoder.*', 'unet': 'unet.*'}} for two scales."
+        )
+    return pairs

@@ -24,7 +24,7 @@ NAMES = {
     "mechanic.torch": ["Tuner", "mechanize", "tuner"],
     "mechanic.optax": [
         *("MechanicState", "effective_learning_rate", "eval_params", "freeze", "mechanize"),
-        *("metrics", "scale", "suggest_lr", "unfreeze"),
+        *("metrics", "scale", "scopes", "suggest_lr", "unfreeze"),
     ],
     "mechanic.integrations": ["metrics"],
 }
@@ -39,7 +39,7 @@ OTHERS = {
 
 TUNER = [
     *("agrees", "detach", "diagnose", "effective_lr", "freeze", "frozen", "metrics", "observe"),
-    *("scale", "suggest_lr", "unfreeze"),
+    *("scale", "scopes", "suggest_lr", "unfreeze"),
 ]
 
 OPTIONS = {
@@ -51,6 +51,7 @@ OPTIONS = {
     "skip_nonfinite": True,
     "max_grad_norm": float("inf"),
     "displacement": "float32",
+    "scope": "all",
 }
 TORCH_ALONE = {"sums_in_backward": False, "process_group": None}
 OPTAX_ALONE = {"learning_rate": None}
@@ -58,7 +59,7 @@ OPTAX_ALONE = {"learning_rate": None}
 COMMANDS = {
     "run": [
         *("--betas", "--dry-run", "--freeze-after", "--log", "--max-scale", "--no-skip-nonfinite"),
-        *("--nproc", "--only", "--plot", "--preset", "--quiet", "--s-decay", "--s-init", "--skip"),
+        *("--nproc", "--only", "--plot", "--preset", "--quiet", "--s-decay", "--s-init", "--scope", "--skip"),
     ],
     "plot": ["--output", "-o"],
     "doctor": [],

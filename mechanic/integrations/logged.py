@@ -13,8 +13,9 @@ PREFIX = "mechanic"
 def metrics(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, float]:
     """What a logger takes: the learned scale, and the learning rate of each group in the last step.
 
-    A group goes by its `name`, where it has one, and else by its place. The call waits for the
-    device once.
+    A group goes by its `name`, where it has one, and else by its place. Where there are several
+    scopes, there is a scale for each, as in `mechanic/scale/text`. The call waits for the device
+    once.
 
     Args:
         optimizer: a mechanized optimizer, or the wrapper of a trainer around it.
@@ -34,7 +35,8 @@ def metrics(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, float]:
         ['mechanic/scale', 'mechanic/lr/head', 'mechanic/lr/1']
     """
     found = tensors(optimizer, prefix)
-    values = torch.stack([value.to(torch.float64) for value in found.values()]).tolist()
+    home = next(iter(found.values())).device
+    values = torch.stack([value.to(home, torch.float64) for value in found.values()]).tolist()
     return dict(zip(found, values, strict=True))
 
 
@@ -48,7 +50,11 @@ def tensors(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, Tensor]:
             f"the groups of this {type(optimizer).__name__} have the names {', '.join(names)}, so "
             "that one rate would be logged over another. Give each group a name of its own."
         )
-    found = {f"{prefix}/scale": handle.scale}
+    scopes = handle.scopes
+    found = {
+        f"{prefix}/scale" if len(scopes) == 1 else f"{prefix}/scale/{scope}": own.scale
+        for scope, own in scopes.items()
+    }
     for name, group, present in zip(names, groups, handle.effective_lr, strict=True):
         # A schedule may have moved on since the step. A group added after it has no rate yet.
         found[f"{prefix}/lr/{name}"] = group.get(EFFECTIVE_LR, present).clone()

@@ -9,6 +9,7 @@ from mechanic.optax.readers import (
     suggest_lr,
     unfreeze,
 )
+from mechanic.optax.scopes import scopes
 from mechanic.optax.state import MechanicState
 from mechanic.optax.transform import mechanize
 
@@ -20,6 +21,7 @@ __all__ = [
     "mechanize",
     "metrics",
     "scale",
+    "scopes",
     "suggest_lr",
     "unfreeze",
 ]

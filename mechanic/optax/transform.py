@@ -6,8 +6,9 @@ A step makes two passes over the parameters: the sums read gradients and displac
 everything else is computed where the compiler needs it, in the pass that writes the new state.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,16 +22,12 @@ from mechanic.optax import own_point, vectors
 from mechanic.optax.leaves import Leaves, gather
 from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_late
 from mechanic.optax.rates import find_rate, next_rates
+from mechanic.optax.scopes import ALL_FINITE, scoped
 from mechanic.optax.state import Counts, MechanicState, Numbers, Rates, chosen, new_state
 from mechanic.options import Options, Preset
 
 # A hundredth of float32's largest number: what it bounds grows by a few times in one step.
 _FARTHEST = 1e36
-
-NO_PARAMS = (
-    "params must be given, got None: the sums of a step read where the parameters are. "
-    "Call update(grads, state, params)."
-)
 
 Rate = float | Array | Callable[[Array], Array] | None
 
@@ -47,6 +44,7 @@ def mechanize(
     skip_nonfinite: bool = True,
     max_grad_norm: float = math.inf,
     displacement: Literal["float32", "bfloat16"] = "float32",
+    scope: Literal["all", "tensor"] | Mapping[str, str] = "all",
 ) -> optax.GradientTransformationExtraArgs:
     """Learn the scale of the updates of a transformation while training runs.
 
@@ -68,6 +66,9 @@ def mechanize(
         skip_nonfinite: skip a step whose gradients hold NaN or inf.
         max_grad_norm: clip the norm of the gradients, inside the step.
         displacement: the dtype of the one slot that is kept for each parameter.
+        scope: which arrays share a scale: `"all"`, each `"tensor"` alone, or those whose path
+            matches a pattern, as in `{"text": "text_encoder.*", "unet": "unet.*"}`. `scopes(state)`
+            has the state of each.
 
     Returns:
         A transformation, whose `update` needs `params`.
@@ -96,7 +97,20 @@ def mechanize(
         skip_nonfinite=skip_nonfinite,
         max_grad_norm=max_grad_norm,
         displacement=displacement,
+        scope=scope,  # type: ignore[arg-type]
     )
+    if options.scope == "group":
+        raise ValueError(
+            "scope='group' is for torch: optax has no groups. Give patterns of the arrays' paths, "
+            "as in scope={'text': 'text_encoder.*'}."
+        )
+    make = functools.partial(_transformation, tx, learning_rate)
+    return make(options) if options.scope == "all" else scoped(make, options)
+
+
+def _transformation(
+    tx: optax.GradientTransformation, learning_rate: Rate, options: Options
+) -> optax.GradientTransformationExtraArgs:
     base = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> MechanicState:
@@ -108,7 +122,7 @@ def mechanize(
         grads: Any, state: MechanicState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MechanicState]:
         if params is None:
-            raise ValueError(NO_PARAMS)
+            raise ValueError(vectors.NO_PARAMS)
         return _step(options, base, learning_rate, grads, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -162,6 +176,7 @@ def _step(
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, MechanicState]:
+    all_finite = extra_args.pop(ALL_FINITE, True)  # in the other scopes, too
     leaves = gather(grads, params, state.displacement)
     parts = measure(options, leaves, state.numbers)
     if options.max_grad_norm < math.inf:
@@ -176,6 +191,8 @@ def _step(
     rates = next_rates(learning_rate, base_state, state)
     late = _late(options, leaves, parts, state, rates, propose)
     finite = _is_finite(options, state.numbers, parts, late)
+    if options.skip_nonfinite:
+        finite = finite & all_finite
     live = _is_live(options, state, rates, late)
     rate = jnp.ones_like(state.numbers.scale) if rates is None else rates.typed
     ready = Ready(leaves, parts, late, updates, finite, live, rate)

@@ -17,6 +17,11 @@ from mechanic.advance import ABSURD, SAMPLE
 from mechanic.arrays import Array
 from mechanic.options import Options
 
+NO_PARAMS = (
+    "params must be given, got None: the sums of a step read where the parameters are. "
+    "Call update(grads, state, params)."
+)
+
 
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is an array of real or complex numbers, which can be moved."""

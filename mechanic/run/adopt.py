@@ -61,9 +61,9 @@ class OptimizerRegistry:
                 self._recorders[optimizer] = None
                 self._move_to_zero(optimizer)
             else:
-                name = type(optimizer).__name__
                 status, reason = self._tune(optimizer)
-                recorder = Recorder(self.settings, optimizer, name, status, reason)
+                own, name = _parts_of(optimizer)[0]
+                recorder = Recorder(self.settings, own, name, status, reason)
                 self._recorders[optimizer] = recorder
         return self._recorders[optimizer]
 
@@ -103,8 +103,15 @@ class OptimizerRegistry:
         recorder = self._recorders.get(optimizer)
         if recorder is None and optimizer not in self._recorders:
             recorder = self.adopt(optimizer)
-        if recorder is not None:
-            recorder.record_step(optimizer)
+        if recorder is None:
+            return
+        (first, _), *others = _parts_of(optimizer)
+        recorder.record_step(first)
+        for own, name in others:
+            if own not in self._recorders:
+                status = recorder.status
+                self._recorders[own] = Recorder(self.settings, own, name, status, "")
+            self._recorders[own].record_step(own)  # type: ignore[union-attr]
 
     def mechanize_for_script(self, optimizer: Any, *args: Any, **options: Any) -> Any:
         """`mechanize` as the script calls it. The options of the script replace those of
@@ -118,7 +125,8 @@ class OptimizerRegistry:
             take_off(inner)
         mechanized = self.mechanize(optimizer, *args, **options)
         if recorder is not None:
-            recorder.describe(inner, "own", "")
+            own, recorder.name = _parts_of(inner)[0]
+            recorder.describe(own, "own", "")
         return mechanized
 
     def after_fork(self) -> None:
@@ -217,6 +225,19 @@ def _holds_optimizers(optimizer: Optimizer) -> bool:
         return isinstance(value, Optimizer)
 
     return any(holds(value) for value in vars(optimizer).values())
+
+
+def _parts_of(optimizer: Any) -> list[tuple[Any, str]]:
+    """The parts of an optimizer that have a scale of their own, with their names; itself, if it has
+    one scale or none. Each is recorded as if it were an optimizer of its own."""
+    from mechanic.torch.attach import is_mechanized
+    from mechanic.torch.scopes import parts_of
+
+    name = type(optimizer).__name__
+    parts = parts_of(optimizer) if is_mechanized(optimizer) else []
+    if len(parts) <= 1:
+        return [(optimizer, name)]
+    return [(part.optimizer, f"{name} {part.name}") for part in parts]
 
 
 def _is_zero(optimizer: Any) -> bool:

@@ -33,7 +33,7 @@ class Recorder:
         self, settings: RunSettings, optimizer: Optimizer, name: str, status: str, reason: str
     ) -> None:
         self.steps = 0
-        self._name, self._spool = name, settings.spool
+        self.name, self._spool = name, settings.spool
         self._freeze_after = settings.freeze_after
         self._writer: _SpoolWriter | None = None
         self._device_rows: _DeviceRows | None = None
@@ -47,7 +47,7 @@ class Recorder:
         options = getattr(optimizer, "_options", None)
         self._description = {
             "event": "optimizer",
-            "class": self._name,
+            "class": self.name,
             "status": status,
             "reason": reason,
             "max_scale": getattr(options, "max_scale", math.inf),
@@ -142,10 +142,10 @@ class Recorder:
     def _stop(self, error: Exception) -> None:
         if isinstance(error, OSError):
             with contextlib.suppress(OSError):  # a file without content needs no room
-                path = f"{time.time_ns()}-{os.getpid()}.{self._name}{UNRECORDED}"
+                path = f"{time.time_ns()}-{os.getpid()}.{self.name}{UNRECORDED}"
                 open(os.path.join(str(self._spool), path), "w").close()
         self._spool = self._writer = None
-        sys.stderr.write(f"mechanic run: {self._name} is no longer recorded: {error!r}\n")
+        sys.stderr.write(f"mechanic run: {self.name} is no longer recorded: {error!r}\n")
 
 
 class _SpoolWriter:

@@ -14,7 +14,7 @@ from mechanic.options import Options
 from mechanic.run.settings import RunSettings, is_first_rank
 
 _FLAGS = ("--dry-run", "--quiet", "--no-skip-nonfinite", "-h", "--help")
-_TUNER_OPTIONS = ("preset", "s_init", "s_decay", "betas", "max_scale")
+_TUNER_OPTIONS = ("preset", "s_init", "s_decay", "betas", "max_scale", "scope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--betas", metavar="β,β,…", help="the discounts of the tuners whose scales are added up"
     )
     tuner.add_argument("--max-scale", metavar="S", help="the largest scale allowed")
+    tuner.add_argument("--scope", help="one scale for all parameters, or for each group or tensor")
     tuner.add_argument(
         "--no-skip-nonfinite",
         action="store_true",

@@ -8,7 +8,7 @@ import copyreg
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet, ref
@@ -18,16 +18,15 @@ from torch.optim import LBFGS, Optimizer
 from mechanic.options import Options, Preset
 from mechanic.torch import checkpoint, sharding, vectors, zero
 from mechanic.torch.kernels.listen import listen, stop_listening
-from mechanic.torch.mechanism import NO_PICKLE, Mechanism
+from mechanic.torch.mechanism import MECHANISM, NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
 from mechanic.torch.rates import publish_rates
+from mechanic.torch.scopes import Scopes, parts_of
 from mechanic.torch.step import step
+from mechanic.torch.twin import holds
 
 O = TypeVar("O", bound=Optimizer)
 T = TypeVar("T", bound=Optimizer | type[Optimizer])
-
-MECHANISM = "_mechanic"
-"""The attribute of a mechanized optimizer that holds its `Mechanism`."""
 
 _mechanized: WeakSet[Any] = WeakSet()
 """The optimizers that write their tuner into their groups."""
@@ -46,6 +45,7 @@ def mechanize(
     sums_in_backward: bool = False,
     displacement: Literal["float32", "bfloat16"] = "float32",
     process_group: Any = None,
+    scope: Literal["all", "group", "tensor"] | Mapping[str, str] = "all",
 ) -> T:
     """Tune the learning rate of an optimizer while it trains.
 
@@ -74,6 +74,9 @@ def mechanize(
         process_group: the processes that the parameters are spread over, where each holds a part
             of its own: FSDP1, pipeline stages. DTensors (FSDP2, tensor parallelism) and
             ZeroRedundancyOptimizer bring theirs along, and DistributedDataParallel needs none.
+        scope: which parameters share a scale: `"all"`, those of each `"group"`, each `"tensor"`
+            alone, or those whose names match a pattern, as in `{"text": "text_encoder.*", "unet":
+            "unet.*"}`. A group whose parameters belong to several scopes becomes several groups.
 
     Returns:
         The same optimizer, tuned, or a subclass of the class.
@@ -108,6 +111,7 @@ def mechanize(
         max_grad_norm=max_grad_norm,
         sums_in_backward=sums_in_backward,
         displacement=displacement,
+        scope=scope,  # type: ignore[arg-type]
     )
     wrapped: Any = _wrap(optimizer, options, process_group)
     return wrapped  # type: ignore[no-any-return]
@@ -123,7 +127,7 @@ def _wrap(optimizer: Any, options: Options, process_group: Any) -> Any:
             "Write mechanize(torch.optim.AdamW(model.parameters(), lr=1.0))."
         )
     if zero.is_zero(optimizer):
-        zero.check(optimizer)
+        zero.check(optimizer, options)
         outer: Any = optimizer
         mechanism = _mechanize(outer.optim, options, outer.process_group)._mechanic
         mechanism.carrier = zero.Carrier(optimizer, mechanism)
@@ -136,6 +140,7 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
     _refuse_twice(base)
     _refuse_replaced_step(optimizer)
     _refuse_what_is_not_tuned(optimizer, options)
+    _refuse_several_scales(optimizer, options, process_group)
     sharding.ranks_of(optimizer, process_group)  # what cannot be spread is refused untouched
     mechanized = mechanized_class(base, options)
     with _as_it_was_if_this_fails(optimizer):
@@ -153,8 +158,7 @@ def _as_it_was_if_this_fails(optimizer: Optimizer) -> Iterator[None]:
         yield
     except BaseException:
         optimizer.__class__ = base
-        if (mechanism := vars(optimizer).get(MECHANISM)) is not None:
-            stop_listening(mechanism)
+        _stop_listening(optimizer)
         vars(optimizer).clear()
         vars(optimizer).update(had)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
@@ -165,18 +169,24 @@ def _as_it_was_if_this_fails(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _attach(optimizer: Optimizer, options: Options, process_group: Any = None) -> None:
-    home = vectors.home_of([], optimizer.param_groups) or sharding.device_of(process_group)
-    mechanism = Mechanism(options, home, process_group)
-    mechanism.find_ranks(optimizer)
     _own_groups(optimizer)
     checkpoint.strip(optimizer)  # what a plain optimizer took from a mechanized one's checkpoint
-    setattr(optimizer, MECHANISM, mechanism)
-    listen(optimizer, mechanism)
+    setattr(optimizer, MECHANISM, _new_tuner(optimizer, options, process_group))
+    for _, part, mechanism in parts_of(optimizer):
+        mechanism.find_ranks(part)
+        listen(part, mechanism)
+        publish_rates(mechanism.scale, part.param_groups)
+        checkpoint.publish(part, mechanism)
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
-    publish_rates(mechanism.scale, optimizer.param_groups)
-    checkpoint.publish(optimizer, mechanism)
     _mechanized.add(optimizer)
+
+
+def _new_tuner(optimizer: Optimizer, options: Options, process_group: Any) -> Mechanism | Scopes:
+    if options.scope != "all":
+        return Scopes(options)
+    home = vectors.home_of([], optimizer.param_groups) or sharding.device_of(process_group)
+    return Mechanism(options, home, process_group)
 
 
 def _own_groups(optimizer: Optimizer) -> None:
@@ -194,12 +204,19 @@ def take_off(optimizer: Any) -> None:
     """Make a mechanized optimizer one of its own class again, with its own state; what was learned
     is gone."""
     checkpoint.strip(optimizer)
-    stop_listening(optimizer._mechanic)
+    _stop_listening(optimizer)
     delattr(optimizer, MECHANISM)
     _mechanized.discard(optimizer)
     optimizer.__class__ = type(optimizer)._base
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
+
+
+def _stop_listening(optimizer: Any) -> None:
+    own = vars(optimizer).get(MECHANISM)
+    mechanisms = own.mechanisms.values() if isinstance(own, Scopes) else [own] if own else []
+    for mechanism in mechanisms:
+        stop_listening(mechanism)
 
 
 def _rewrap_step(optimizer: Optimizer) -> None:
@@ -252,6 +269,23 @@ def _refuse_what_is_not_tuned(optimizer: Optimizer, options: Options) -> None:
         )
 
 
+def _refuse_several_scales(optimizer: Any, options: Options, process_group: Any) -> None:
+    """Refuse a base or a way of sharding that does not allow several scales."""
+    if options.scope == "all":
+        return
+    reason = None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    if isinstance(optimizer, LBFGS):
+        reason = "LBFGS has one direction for all parameters"
+    elif process_group is not None:
+        reason = "process_group= tells of parts of parameters, whose scopes are not known"
+    elif holds(own, params):
+        reason = f"{type(optimizer).__name__} knows its parameters by other ways than its groups"
+    if reason is not None:
+        raise ValueError(f"scope={options.scope!r} is not possible here: {reason}. Leave it out.")
+
+
 def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A step without the call of step hooks that torch wraps around it: the mechanized step has
     its own, and hooks should run once. torch.compile wraps some once more, marks and all."""
@@ -300,7 +334,11 @@ def mechanized_class(base: type[O], options: Options, process_group: Any = None)
 def _make_mode(base: type[Optimizer], mode: str) -> Callable[[Any], Any]:
     @functools.wraps(getattr(base, mode))
     def mechanized_mode(self: Any) -> Any:
-        return change_mode(self, self._mechanic, getattr(base, mode))
+        results = [
+            change_mode(part, mechanism, getattr(base, mode))
+            for _, part, mechanism in parts_of(self)
+        ]
+        return results[-1]
 
     return mechanized_mode
 
@@ -313,6 +351,7 @@ def _make_class(base: type[O], options: Options, process_group: Any) -> type[O]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         _refuse_what_is_not_tuned(self, options)
+        _refuse_several_scales(self, options, process_group)
         _attach(self, options, process_group)
 
     def mechanized_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +378,7 @@ def _ways_to_save(base: type[Optimizer]) -> dict[str, Callable[..., Any]]:
 
     def state_dict(self: Any) -> dict[str, Any]:
         """The base's state, each parameter's displacement, and in every group the tuner."""
-        with checkpoint.publishing(self, self._mechanic):
+        with checkpoint.publishing(self):
             return checkpoint.with_rates_of_now(base.state_dict(self))
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -348,7 +387,7 @@ def _ways_to_save(base: type[Optimizer]) -> dict[str, Callable[..., Any]]:
         Raises:
             ValueError: if the checkpoint is of another model or tuner. Nothing is loaded then.
         """
-        with checkpoint.restoring(self, self._mechanic):
+        with checkpoint.restoring(self):
             base.load_state_dict(self, state_dict)
 
     def get_state(self: Any) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import DISPLACEMENT, MECHANISM, Mechanism
 from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
 from mechanic.torch.scalars import BESIDE_STATE, Numbers, pack
+from mechanic.torch.scopes import SCOPE, parts_of
 from mechanic.torch.sharding import local
 
 TUNER = "mechanic"
@@ -48,9 +49,14 @@ def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
 
 
 @contextmanager
-def publishing(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
+def publishing(optimizer: Optimizer) -> Iterator[None]:
     """Around the base's `state_dict`: write the tuner into the groups, after the user's hooks."""
-    handle = optimizer.register_state_dict_pre_hook(lambda _: publish(optimizer, mechanism))
+
+    def publish_all(_: Optimizer) -> None:
+        for part in parts_of(optimizer):
+            publish(part.optimizer, part.mechanism)
+
+    handle = optimizer.register_state_dict_pre_hook(publish_all)
     try:
         yield
     finally:
@@ -70,6 +76,7 @@ def strip(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group.pop(TUNER, None)
         group.pop(EFFECTIVE_LR, None)
+        group.pop(SCOPE, None)
     for param, state in list(optimizer.state.items()):
         is_own = isinstance(state, dict)  # some bases keep a number there, under a name
         if is_own and state.pop(DISPLACEMENT, None) is not None and not state:
@@ -77,24 +84,22 @@ def strip(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
+def restoring(optimizer: Optimizer) -> Iterator[None]:
     """Around the base's `load_state_dict`: check the checkpoint before anything is loaded, keep
     the displacements from being cast to the parameters' dtype, and load the tuner.
 
     It is done in hooks, so that the user's own hooks before it have had their say on the state
     dict, and those after it find everything loaded.
     """
-    saved: dict[str, Any] = {}
+    saved: dict[str, dict[str, Any]] = {}
     displacements: dict[Tensor, Tensor] = {}
 
     def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_groups(optimizer, state_dict)
-        found_tuner = tuner_in(state_dict["param_groups"])
-        check_tuner(mechanism, found_tuner)
-        saved.update(found_tuner)
+        saved.update(_tuners_for(optimizer, state_dict["param_groups"]))
         state, found = _split_state(optimizer, state_dict)
-        displacements.update(found if saved else {})
-        if saved.get("steps") and not displacements:
+        displacements.update(found if any(saved.values()) else {})
+        if any(own.get("steps") for own in saved.values()) and not displacements:
             raise ValueError(
                 "the checkpoint holds a tuner that has run, but no displacement of a parameter. "
                 "Nothing was loaded. If it came through torch.distributed.checkpoint, load it into "
@@ -103,28 +108,52 @@ def restoring(optimizer: Optimizer, mechanism: Mechanism) -> Iterator[None]:
         return {**state_dict, "state": {key: own for key, own in state.items() if own != {}}}
 
     def put_back(_: Optimizer) -> None:
-        for param, displacement in displacements.items():
-            optimizer.state[param][DISPLACEMENT] = displacement.to(
-                device=param.device,
-                dtype=vectors.displacement_dtype(param, mechanism.options),
-                copy=True,
-            )
-        load_tuner(mechanism, saved)
-        publish_rates(mechanism.scale, optimizer.param_groups)
-        publish(optimizer, mechanism)
+        for name, part, mechanism in parts_of(optimizer):
+            for param in chain.from_iterable(group["params"] for group in part.param_groups):
+                if param in displacements:
+                    optimizer.state[param][DISPLACEMENT] = displacements[param].to(
+                        device=param.device,
+                        dtype=vectors.displacement_dtype(param, mechanism.options),
+                        copy=True,
+                    )
+            load_tuner(mechanism, saved.get(name, {}))
+            publish_rates(mechanism.scale, part.param_groups)
+            publish(part, mechanism)
 
-    had = optimizer.state, optimizer.param_groups, dict(vars(mechanism))
+    had = optimizer.state, optimizer.param_groups
+    known = [(part.mechanism, dict(vars(part.mechanism))) for part in parts_of(optimizer)]
     before = optimizer.register_load_state_dict_pre_hook(take_out)
     after = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
     try:
         yield
     except BaseException:  # torch's own, or a user's hook: all that is loaded is new objects
-        optimizer.state, optimizer.param_groups = had[:2]
-        vars(mechanism).update(had[2])
+        optimizer.state, optimizer.param_groups = had
+        for mechanism, attributes in known:
+            vars(mechanism).update(attributes)
         raise
     finally:
         before.remove()
         after.remove()
+
+
+def _tuners_for(optimizer: Any, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tuner that a checkpoint's groups hold for each part of an optimizer, checked."""
+    own = optimizer.param_groups
+    if tuner_in(groups):
+        scopes, theirs = [[group.get(SCOPE) for group in some] for some in (own, groups)]
+        if scopes != theirs:
+            raise ValueError(
+                f"the checkpoint was made with other scopes: those of its groups are {theirs}, and "
+                f"of this optimizer's {scopes} (None: one scale for all). Nothing was loaded. Call "
+                "mechanize with the same scope= as for the run that made it."
+            )
+    found = {}
+    for name, _, mechanism in parts_of(optimizer):
+        pairs = zip(groups, own, strict=True)
+        mine = [theirs for theirs, group in pairs if group.get(SCOPE, name) == name]
+        found[name] = tuner_in(mine)
+        check_tuner(mechanism, found[name])
+    return found
 
 
 def _split_state(
@@ -279,7 +308,7 @@ def _check_displacement(
         )
     _check_shape(optimizer, key, "displacement", displacement, vectors.displacement_shape(param))
     own: Any = local(displacement)
-    skips = optimizer._mechanic.options.skip_nonfinite  # type: ignore[attr-defined]
+    skips = getattr(optimizer, MECHANISM).options.skip_nonfinite
     if skips and own.device.type != "meta" and not is_traced() and not own.isfinite().all():
         raise ValueError(
             f"the checkpoint is damaged: the displacement of parameter {key} holds NaN or inf. "

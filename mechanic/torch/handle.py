@@ -1,31 +1,27 @@
 """The handle on a mechanized optimizer's tuner."""
 
-import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, Optimizer, Rprop
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 
 from mechanic import causes
 from mechanic.options import Options
 from mechanic.suggestion import suggest
-from mechanic.torch.attach import MECHANISM, is_mechanized, take_off, unhooked
+from mechanic.torch.attach import is_mechanized, unhooked
 from mechanic.torch.call import Call
-from mechanic.torch.mechanism import Mechanism
-from mechanic.torch.modes import hand_over, has_modes
+from mechanic.torch.detach import detach
+from mechanic.torch.mechanism import MECHANISM, Mechanism
 from mechanic.torch.observation import observe
 from mechanic.torch.rates import effective_lrs
 from mechanic.torch.scalars import Numbers
+from mechanic.torch.scopes import Part, parts_of
 from mechanic.torch.sharding import agree
 from mechanic.tuner import DefaultState, Sums, had_signal, start
 
-# Learning rates that torch's schedulers and optimizers keep in the groups and in themselves.
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "step_sizes")
-_STATE_RATES = ("eta", "step_size")  # ASGD's and Rprop's own
-_SCHEDULER_RATES = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
+T = TypeVar("T")
 
 
 def tuner(optimizer: Optimizer) -> "Tuner":
@@ -64,57 +60,80 @@ class Tuner:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = optimizer
 
     @property
-    def _mechanism(self) -> Mechanism:
-        mechanism = getattr(self._optimizer, MECHANISM, None)
-        if mechanism is None:
+    def _parts(self) -> list[Part]:
+        if getattr(self._optimizer, MECHANISM, None) is None:
             raise ValueError(
                 "this optimizer was detached from its tuner; mechanize it anew to tune it."
             )
-        return mechanism  # type: ignore[no-any-return]
+        return parts_of(self._optimizer)
+
+    @property
+    def scopes(self) -> dict[str, "Tuner"]:
+        """A handle on the tuner of each scope, by its name; of one scale for all it is `"all"`."""
+        return {part.name: Tuner(part.optimizer) for part in self._parts}
 
     @property
     def scale(self) -> Tensor:
-        """The learned scale S, a 0-d tensor on the parameters' device."""
-        return self._mechanism.scale.clone()
+        """The learned scale S, a 0-d tensor on the parameters' device; where there are several
+        scopes, a tensor with one number for each."""
+        scales = [part.mechanism.scale for part in self._parts]
+        return scales[0].clone() if len(scales) == 1 else torch.stack(_at_one_place(scales))
 
     @property
     def effective_lr(self) -> list[Tensor]:
         """The learning rate in force in each group: the scale times the group's lr."""
-        return effective_lrs(self._mechanism.scale, self._optimizer.param_groups)
+        return self._for_each_group(
+            lambda part: effective_lrs(part.mechanism.scale, part.optimizer.param_groups)
+        )
+
+    def _for_each_group(self, of_part: Callable[[Part], Iterable[T]]) -> list[T]:
+        """What there is for the groups of each part, in the order of all groups."""
+        found = {
+            id(group): own
+            for part in self._parts
+            for group, own in zip(part.optimizer.param_groups, of_part(part), strict=True)
+        }
+        return [found[id(group)] for group in self._optimizer.param_groups]
 
     @property
     def frozen(self) -> bool:
         """Whether the scale is held."""
-        return self._mechanism.frozen
+        return all(part.mechanism.frozen for part in self._parts)
 
     def metrics(self) -> dict[str, Tensor]:
         """Everything worth logging, as tensors on the device: nothing waits until one is read.
 
         `scales` has one number for each β; `signal` is ⟨Δ, g⟩, negative while a larger scale would
-        have been better.
+        have been better. Where there are several scopes, their names follow: `scale/head`.
         """
-        numbers = self._mechanism.scalars.read()
-        counted = self._mechanism.counts.read()
+        parts = self._parts
         rates = {f"effective_lr/{i}": rate for i, rate in enumerate(self.effective_lr)}
-        return {
-            "scale": numbers.scale.clone(),
-            **rates,
-            "signal": numbers.signal.clone(),
-            "scales": numbers.state.s.clone(),
-            "steps": counted.steps.clone(),
-            "skipped": counted.skipped.clone(),
-        }
+        found: dict[str, Tensor] = {}
+        for name, _, mechanism in parts:
+            numbers, counted = mechanism.scalars.read(), mechanism.counts.read()
+            own = {
+                "scale": numbers.scale,
+                "signal": numbers.signal,
+                "scales": numbers.state.s,
+                "steps": counted.steps,
+                "skipped": counted.skipped,
+            }
+            end = "" if len(parts) == 1 else f"/{name}"
+            found |= {f"{key}{end}": value.clone() for key, value in own.items()}
+        return found | rates
 
     def freeze(self) -> None:
         """Hold the scale where it is; the base goes on with the learning rate it has."""
-        self._mechanism.frozen = True
+        for part in self._parts:
+            part.mechanism.frozen = True
 
     def unfreeze(self) -> None:
         """Go on tuning, from what was known when the scale was frozen."""
-        self._mechanism.frozen, self._mechanism.scalars.observed = False, None
+        for part in self._parts:
+            part.mechanism.frozen, part.mechanism.scalars.observed = False, None
 
     def observe(self) -> None:
         """Tune on held-out data: learn in the next step from the gradients that the parameters have
@@ -134,10 +153,11 @@ class Tuner:
         sharded, all processes have to observe in the same step.
 
         Raises:
-            ValueError: if no parameter has a gradient.
+            ValueError: if no parameter has a gradient, or none of a scope.
         """
-        base_step = unhooked(type(self._optimizer)._base.step)  # type: ignore[attr-defined]
-        observe(Call(self._optimizer, self._mechanism, base_step, (), {}))
+        base_step = unhooked(type(self._optimizer)._base.step)
+        for _, part, mechanism in self._parts:
+            observe(Call(part, mechanism, base_step, (), {}))
 
     def agrees(self, process_group: Any = None) -> bool:
         """Whether all processes of a group (those that share the parameters, or all there are)
@@ -146,11 +166,12 @@ class Tuner:
         Every one of them has to ask. A step never does: under DistributedDataParallel the
         gradients are the same everywhere, and so is all that follows from them.
         """
-        mechanism = self._mechanism
-        ranks = mechanism.find_ranks(self._optimizer)
-        if process_group is None and ranks is not None:
-            process_group = ranks.group
-        return agree(mechanism.scalars.shared.reshape(-1), process_group)
+        agreed = []
+        for _, part, mechanism in self._parts:
+            ranks = mechanism.find_ranks(part)
+            group = ranks.group if process_group is None and ranks is not None else process_group
+            agreed.append(agree(mechanism.scalars.shared.reshape(-1), group))
+        return all(agreed)
 
     def suggest_lr(self) -> list[float]:
         """The learning rate to type for the plain optimizer, one for each group: with the same
@@ -158,8 +179,11 @@ class Tuner:
 
         Where a schedule runs, it is the rate to start the schedule with; with OneCycleLR, `max_lr`.
         """
-        mean_scale = float(self._mechanism.scalars.read().mean_scale)
-        return list(suggest(mean_scale, self._optimizer.param_groups))
+        return self._for_each_group(
+            lambda part: suggest(
+                float(part.mechanism.scalars.read().mean_scale), part.optimizer.param_groups
+            )
+        )
 
     def diagnose(self) -> str:
         """What looks wrong so far, each cause in a line with its fix, or a line that says that
@@ -175,34 +199,21 @@ class Tuner:
         >>> print(tuner(optimizer).diagnose())
         the scale stayed at 0: no step had a gradient. Either ...
         """
-        found = list(_causes(self._mechanism))
-        return (
-            "\n".join(found) or f"healthy: nothing looks wrong, and the scale is {self.scale:.3g}"
-        )
+        parts, lines = self._parts, []
+        for name, _, mechanism in parts:
+            healthy = f"healthy: nothing looks wrong, and the scale is {mechanism.scale:.3g}"
+            begin = "" if len(parts) == 1 else f"{name}: "
+            lines += [begin + said for said in list(_causes(mechanism)) or [healthy]]
+        return "\n".join(lines)
 
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own
         state, the learned lr in its groups, and its schedules at the learned scale."""
-        optimizer, carrier = self._optimizer, self._mechanism.carrier
-        scale = float(self.scale) or 1.0  # nothing learned yet: the lr that was typed
-        base = type(optimizer)._base  # type: ignore[attr-defined]
-        if has_modes(base):
-            with torch.no_grad():
-                hand_over(optimizer, self._mechanism)
-        take_off(optimizer)
-        outer = optimizer
-        if carrier is not None:  # the optimizer is one part of another, which users hold
-            carrier.let_go()
-            outer = carrier.optimizer
-        for own in dict.fromkeys((optimizer, outer)):
-            for scheduler in _schedulers_of(own):
-                _rescale(vars(scheduler), _SCHEDULER_RATES, scale)
-            for group in own.param_groups:
-                _rescale(group, _GROUP_RATES, scale)
-        if isinstance(optimizer, (ASGD, Rprop)):
-            for state in optimizer.state.values():
-                _rescale(state, _STATE_RATES, scale)
-        return outer
+        # Where nothing was learned yet, it is the lr that was typed.
+        scales = self._for_each_group(
+            lambda part: [float(part.mechanism.scale) or 1.0] * len(part.optimizer.param_groups)
+        )
+        return detach(self._optimizer, self._parts, scales)
 
 
 def _causes(mechanism: Mechanism) -> Iterator[str]:
@@ -243,23 +254,5 @@ def _of_growth(options: Options, numbers: Numbers) -> str:
     return causes.of_growth(growth, is_relative=options.s_init == "relative")
 
 
-def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
-    """An optimizer does not know its schedulers, so they are looked for: among what refers to it,
-    and among the owners of what does."""
-    holders = gc.get_referrers(optimizer)
-    dicts = [holder for holder in holders if type(holder) is dict]
-    owners = gc.get_referrers(*dicts) if dicts else []
-    found = {id(own): own for own in (*holders, *owners) if issubclass(type(own), LRScheduler)}
-    return [own for own in found.values() if getattr(own, "optimizer", None) is optimizer]
-
-
-def _rescale(rates: dict[str, Any], names: tuple[str, ...], scale: float) -> None:
-    for name in names:
-        if name in rates:
-            rates[name] = _times(rates[name], scale)
-
-
-def _times(rate: Any, scale: float) -> Any:
-    if isinstance(rate, (list, tuple)):
-        return type(rate)(_times(one, scale) for one in rate)
-    return rate * scale
+def _at_one_place(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(tensors[0].device) for tensor in tensors]

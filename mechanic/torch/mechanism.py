@@ -15,6 +15,9 @@ from mechanic.torch.kernel_cache import KernelCache
 from mechanic.torch.scalars import Scalars
 from mechanic.torch.sharding import Ranks, ranks_of
 
+MECHANISM = "_mechanic"
+"""The attribute of a mechanized optimizer that holds its `Mechanism`, or its `Scopes`."""
+
 DISPLACEMENT = "mechanic_displacement"
 """The key of a parameter's displacement in `optimizer.state[parameter]`."""
 

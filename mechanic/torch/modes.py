@@ -62,7 +62,9 @@ def hand_over(optimizer: Optimizer, mechanism: Mechanism) -> None:
     """Bring the base's own point to the scale of the parameters, to go on without a tuner."""
     numbers = mechanism.scalars.read()
     scale = numbers.scale
-    for param, state in optimizer.state.items():
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        state = optimizer.state.get(param, {})
         if DISPLACEMENT in state and "z" in state:
             delta = state[DISPLACEMENT] * numbers.share.to(state[DISPLACEMENT])
             reference = param - delta * scale.to(delta)

@@ -2,7 +2,8 @@
 
 This is the dispatcher. `plain.py` has the step with torch's operators, and `kernels/step.py` the
 same step on a GPU in a few launches; both keep the same state and come to the same result, so that
-they may take turns.
+they may take turns. `scoped.py` makes such a step for each part of an optimizer that has several
+scales.
 """
 
 from collections.abc import Callable
@@ -10,15 +11,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mechanic.torch import closures, plain
+from mechanic.torch import closures, plain, scoped
 from mechanic.torch.call import Call
 from mechanic.torch.kernels import step as fast
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.scopes import Scopes
 
 
 def step(
     optimizer: Optimizer,
-    mechanism: Mechanism,
+    mechanism: Mechanism | Scopes,
     base_step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -27,6 +29,13 @@ def step(
 
     Parameters without a gradient stay where they are, and so do those of a group whose lr is 0.
     """
-    call = closures.evaluate(Call(optimizer, mechanism, base_step, args, kwargs))
+    if isinstance(mechanism, Scopes):
+        parts = mechanism.parts(optimizer)
+        call = Call(optimizer, parts[0].mechanism, base_step, args, kwargs)
+        return scoped.step(closures.evaluate(call), mechanism.options, parts, _step)
+    return _step(closures.evaluate(Call(optimizer, mechanism, base_step, args, kwargs)))
+
+
+def _step(call: Call) -> Any:
     begun = fast.begin(call)
     return plain.step(call) if begun is None else fast.finish(call, begun)

@@ -21,11 +21,8 @@ from mechanic.torch.rates import Rate
 StandIns = dict[Tensor, Tensor]
 """Parameters, and the copies of them that the base steps."""
 
-_OWN = (
-    "param_groups",
-    "state",
-    "step",
-)  # what a twin does not share; `step` is a scheduler's patch
+OWN = ("param_groups", "state", "step")
+"""The attributes that a twin does not share; `step` is a scheduler's patch."""
 
 
 class Twin:
@@ -45,7 +42,7 @@ class Twin:
         """Bring the twin to where the optimizer is, but for the parameters."""
         twin, stand_ins = self.optimizer, self.stand_ins
         vars(twin).clear()
-        vars(twin).update((name, v) for name, v in vars(optimizer).items() if name not in _OWN)
+        vars(twin).update((name, v) for name, v in vars(optimizer).items() if name not in OWN)
         twin.param_groups = [
             {**group, "params": [stand_ins.get(param, param) for param in group["params"]]}
             for group in optimizer.param_groups
@@ -69,10 +66,10 @@ class Twin:
         learning rates. To do so twice does no harm."""
         twin = self.optimizer
         kept = self._kept_stand_ins()
-        _apply_changes(vars(optimizer), vars(twin), self._given[0], {*_OWN, *kept})
+        apply_changes(vars(optimizer), vars(twin), self._given[0], {*OWN, *kept})
         groups = zip(optimizer.param_groups, twin.param_groups, self._given[1:], strict=True)
         for group, own, given in groups:
-            _apply_changes(group, own, given, {"params", "lr"})
+            apply_changes(group, own, given, {"params", "lr"})
         if twin.state is not self._state or not _are_same(twin.state, self._states):
             params = {own: param for param, own in self.stand_ins.items()}
             state = {params.get(key, key): value for key, value in twin.state.items()}
@@ -101,7 +98,7 @@ class Twin:
             own.grad = None
 
 
-def _apply_changes(
+def apply_changes(
     to: dict[str, Any], now: dict[str, Any], given: dict[str, Any], ignored: set[str]
 ) -> None:
     """What was added to, exchanged in or removed from what was given."""

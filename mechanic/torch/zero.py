@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from mechanic.options import Options
 from mechanic.torch import checkpoint
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.rates import publish_rates
@@ -19,8 +20,13 @@ def is_zero(optimizer: Optimizer) -> bool:
     return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__)
 
 
-def check(optimizer: Any) -> None:
+def check(optimizer: Any, options: Options) -> None:
     """Refuse what cannot be tuned."""
+    if options.scope != "all":
+        raise ValueError(
+            f"scope={options.scope!r} is not possible with ZeroRedundancyOptimizer: each process "
+            "knows some of the parameters alone. Leave it out."
+        )
     if optimizer._overlap_with_ddp:
         raise ValueError(
             "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps each bucket of parameters by "
