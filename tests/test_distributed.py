@@ -76,6 +76,34 @@ def run_engine(rank, engine, base, steps):
     return result(model, optimizer)
 
 
+def run_scoped(rank, engine):
+    """A scale for each tensor, gradients clipped, and NaN on one process in one step."""
+    model, part, parts = (make_model(), 0, 1) if engine is None else spread(engine, make_model())
+    optimizer = mechanize(
+        torch.optim.AdamW(model.parameters(), lr=1.0), scope="tensor", max_grad_norm=0.5
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, part, parts).backward()
+        if step == HALF and rank == 0:
+            grad = next(iter(model.parameters())).grad
+            getattr(grad, "_local_tensor", grad).fill_(math.nan)
+        optimizer.step()
+    handle = tuner(optimizer)
+    assert engine is None or handle.agrees()
+    assert {int(own.metrics()["skipped"]) for own in handle.scopes.values()} == {1}
+    return [full(param) for param in model.parameters()], handle.scale.tolist()
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "tensor", "beside"])
+def test_several_scales_over_processes(pools, engine):
+    weights, scales = run_scoped(0, None)
+    for found, found_scales in pools[2].run(run_scoped, engine):
+        assert found_scales == pytest.approx(scales, rel=SCALE_BOUND)
+        for a, b in zip(found, weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=WEIGHT_BOUND * float(b.abs().max()))
+
+
 ENGINES = [
     (2, "ddp"),
     (2, "fsdp"),

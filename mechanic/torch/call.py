@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.optim import LBFGS
 
 from mechanic.torch.mechanism import Mechanism
@@ -21,6 +23,17 @@ class Call(NamedTuple):
     loss: Any = None
     """What the closure has returned"""
     has_closure: bool = False
+    nonfinite: Tensor | None = None
+    """Above 0 if a gradient of any scope holds NaN or inf, where there are several"""
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """Above 0 if someone has found NaN or inf in the gradients: GradScaler, or another scope.
+        None where no one has looked."""
+        found: Tensor | None = getattr(self.optimizer, "found_inf", None)
+        if found is None or self.nonfinite is None:
+            return self.nonfinite if found is None else found
+        return torch.maximum(self.nonfinite, found.to(self.nonfinite).reshape(()))
 
     def run_base(self, optimizer: Any) -> Any:
         """Run the base's step on an optimizer: this one, or a twin of it."""

@@ -44,6 +44,8 @@ class Ready(NamedTuple):
     """What the tuner knows before the step"""
     ranks: Ranks | None
     """The processes that share the parameters, if any do"""
+    found_inf: Tensor | None
+    """Above 0 if someone has found NaN or inf in the gradients; None where no one has looked"""
     has_infinite: bool = False
     """Whether a weight is known to be infinite"""
 
@@ -113,7 +115,7 @@ def measure(optimizer: Any, ready: Ready) -> Parts:
         new_x1=new_x1,
         new_d=new_d,
         live=live.value,
-        found_inf=getattr(optimizer, "found_inf", 0.0),
+        found_inf=0.0 if ready.found_inf is None else ready.found_inf,
         measures_update=ready.rates.measures_update,
     )
 

@@ -114,7 +114,8 @@ def prepare(call: Call) -> Ready | None:
         proportional=is_proportional(call.base_step) and not rule.decays_after_base,
         is_relative=mechanism.options.s_init == "relative",
     )
-    return Ready(mechanism.options, batches, rates, mechanism.scalars.read(), ranks)
+    numbers = mechanism.scalars.read()
+    return Ready(mechanism.options, batches, rates, numbers, ranks, call.found_inf)
 
 
 def _follow(call: Call, batches: list[Batch]) -> None:
@@ -159,7 +160,7 @@ def _agree(ready: Ready, parts: Parts) -> Ready:
 def _decide(call: Call, ready: Ready, parts: Parts) -> Flag:
     """Whether all gradients are finite, so that the step is made. Only where the base cannot skip
     a step by itself does the host wait for the answer."""
-    found_inf: Any = parts.found_inf if hasattr(call.optimizer, "found_inf") else None
+    found_inf: Any = None if ready.found_inf is None else parts.found_inf
     finite = is_finite(ready.options, parts.dg, found_inf) & _is_near(ready, parts)
     if is_fake():
         return YES

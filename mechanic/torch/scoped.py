@@ -10,69 +10,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mechanic.options import Options
+from mechanic.torch import sharding
 from mechanic.torch.call import Call
 from mechanic.torch.mechanism import MECHANISM
-from mechanic.torch.scalars import can_look
-from mechanic.torch.scopes import Part
+from mechanic.torch.scalars import can_look, scalar_dtype
+from mechanic.torch.scopes import Part, Scopes
 from mechanic.torch.sharding import local
 from mechanic.torch.twin import OWN, apply_changes
+from mechanic.torch.vectors import squares, total
 
 
-def step(call: Call, options: Options, parts: list[Part], step_part: Callable[[Call], Any]) -> Any:
+def step(call: Call, scopes: Scopes, parts: list[Part], step_part: Callable[[Call], Any]) -> Any:
     """Make a step of each part of an optimizer."""
     optimizer = call.optimizer
     _refuse_common_state(optimizer)
-    grads = [
-        param.grad
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None and param.device.type != "meta"
-    ]
     with torch.no_grad():
-        if options.skip_nonfinite and grads:
-            _tell_all_of_nonfinite(parts, grads)
-        if options.max_grad_norm < math.inf and grads:
-            _clip(optimizer, grads, options.max_grad_norm)
-    result, ignored = call.loss, {*OWN, MECHANISM, "found_inf"}
+        nonfinite = _look_at_gradients(optimizer, scopes, parts[0].mechanism.home)
+    result, ignored = call.loss, {*OWN, MECHANISM}
     for part in parts:
         given = dict(vars(part.optimizer))
-        own = call._replace(optimizer=part.optimizer, mechanism=part.mechanism)
-        result = step_part(_with_closure_for_one(own))
+        own = _with_closure_for_one(call)._replace(
+            optimizer=part.optimizer,
+            mechanism=part.mechanism,
+            nonfinite=None if nonfinite is None else nonfinite.to(part.mechanism.home),
+        )
+        result = step_part(own)
         # A counter that the base keeps in itself is counted from the same number by all parts.
         apply_changes(vars(optimizer), vars(part.optimizer), given, ignored)
     return result
 
 
-def _tell_all_of_nonfinite(parts: list[Part], grads: list[Tensor]) -> None:
-    """Have every part skip the step where a gradient of any holds NaN or inf, by the way in which
-    GradScaler tells of them. Other processes hear of it with the sums of each part."""
-    held = [local(grad) for grad in grads]
-    held = [grad.coalesce().values() if grad.is_sparse else grad for grad in held]
-    largest = [grad.abs().max() for grad in held if grad.numel()]
-    home = parts[0].mechanism.home
-    if not largest:
-        return
-    is_bad = ~torch.stack([one.to(home, torch.float32) for one in largest]).isfinite().all()
-    is_alone = all(part.mechanism.find_ranks(part.optimizer) is None for part in parts)
-    if is_alone and can_look(home) and not is_bad:
-        return
-    for part in parts:
-        had = getattr(part.optimizer, "found_inf", None)
-        own = is_bad.to(part.mechanism.home, torch.float32)
-        part.optimizer.found_inf = own if had is None else torch.maximum(own, had.to(own))
-
-
-def _clip(optimizer: Any, grads: list[Tensor], max_norm: float) -> None:
-    """Clip the gradients of all scopes together, as `torch.nn.utils.clip_grad_norm_` does."""
-    norm = get_total_norm(grads)
-    norm = torch.where(norm.isfinite(), norm, 0.0)  # such a step is skipped
-    grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
-    norm = norm if grad_scale is None else norm / grad_scale.to(norm).reshape(())
+def _look_at_gradients(optimizer: Any, scopes: Scopes, home: torch.device) -> Tensor | None:
+    """Clip all gradients together, and find out whether any holds NaN or inf: None where the host
+    knows that none does."""
+    options, ranks = scopes.options, scopes.find_ranks(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    clip_grads_with_norm_(params, max_norm, norm)
+    params = [param for param in params if param.grad is not None and param.device.type != "meta"]
+    held = {param: _values(local(param.grad, param)) for param in params}
+    counted = [grad for param, grad in held.items() if ranks is None or param in ranks.counted]
+    zero = torch.zeros((), dtype=scalar_dtype(home), device=home)
+    is_bad = square = zero
+    if options.skip_nonfinite:
+        largest = [grad.abs().max().to(zero) for grad in held.values() if grad.numel()]
+        is_bad = (~torch.stack([zero, *largest]).isfinite().all()).to(zero)
+    if options.max_grad_norm < math.inf:
+        terms = [term for grad in counted for term in squares([grad], _wide(grad))]
+        square = total(terms, home)
+    is_bad, square = sharding.begin_sums(ranks, [is_bad, square])()
+    if options.max_grad_norm < math.inf:
+        norm = torch.where(square.isfinite(), square, 0.0).sqrt()
+        grad_scale = getattr(optimizer, "grad_scale", None)  # a fused base unscales by itself
+        norm = norm if grad_scale is None else norm / grad_scale.to(norm).reshape(())
+        factor = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in held.values():
+            grad.mul_(factor.to(grad.device, grad.dtype))
+    is_needed = options.skip_nonfinite and (ranks is not None or not can_look(home) or is_bad)
+    return is_bad.to(torch.float32) if is_needed else None
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _with_closure_for_one(call: Call) -> Call:

@@ -16,6 +16,7 @@ import torch
 from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.mechanism import MECHANISM, Mechanism
+from mechanic.torch.sharding import Ranks, ranks_of
 from mechanic.torch.twin import OWN
 
 SCOPE = "mechanic_scope"
@@ -39,6 +40,7 @@ class Scopes:
         self.options = options
         self.mechanisms: dict[str, Mechanism] = {}
         self._optimizers: dict[str, Any] = {}
+        self._ranks: Ranks | None = None
 
     def parts(self, optimizer: Any) -> list[Part]:
         """The parts of the optimizer as its groups are now."""
@@ -64,8 +66,13 @@ class Scopes:
         part.optimizer.param_groups, part.optimizer.state = groups, optimizer.state
         return part
 
+    def find_ranks(self, optimizer: Any) -> Ranks | None:
+        """The processes that share the parameters of any scope, if any do."""
+        self._ranks = ranks_of(optimizer, None, self._ranks)
+        return self._ranks if self._ranks.group is not None else None
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_optimizers": {}}  # a copy makes parts of its own
+        return {**vars(self), "_optimizers": {}, "_ranks": None}  # a copy finds its own
 
 
 def parts_of(optimizer: Any) -> list[Part]:
@@ -118,7 +125,7 @@ def _scopes_in(group: dict[str, Any], place: int, options: Options) -> Iterator[
     if scope == "group":
         yield from [str(group.get("name", place))] * count
     elif scope == "tensor":
-        yield from names or (f"{place}.{i}" for i in range(count))
+        yield from names or (f"{group.get('name', place)}.{i}" for i in range(count))
     elif names is None:
         raise ValueError(
             f"scope={_typed(scope)!r} goes by the names of the parameters, which this "

@@ -32,7 +32,7 @@ def step(
     if isinstance(mechanism, Scopes):
         parts = mechanism.parts(optimizer)
         call = Call(optimizer, parts[0].mechanism, base_step, args, kwargs)
-        return scoped.step(closures.evaluate(call), mechanism.options, parts, _step)
+        return scoped.step(closures.evaluate(call), mechanism, parts, _step)
     return _step(closures.evaluate(Call(optimizer, mechanism, base_step, args, kwargs)))
 
 

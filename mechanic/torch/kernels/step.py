@@ -135,7 +135,7 @@ def _gather(
         grads=plan.gradients.place(addresses, captured),
         groups=groups.place(optimizer, rates.rates, addresses, captured),
         grad_scale=getattr(optimizer, "grad_scale", None),
-        found_inf=getattr(optimizer, "found_inf", None),
+        found_inf=call.found_inf,
         max_norm=groups.max_norm(call.mechanism.options.max_grad_norm, captured),
         has_risen=groups.place_flag(rates.has_risen),
         copies={},
