@@ -21,6 +21,7 @@ from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
+from mechanic.torch.measure import has_extremes
 from mechanic.torch.mechanism import DISPLACEMENT, MECHANISM, Mechanism
 from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
 from mechanic.torch.scalars import BESIDE_STATE, Numbers, pack
@@ -117,6 +118,7 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
                         copy=True,
                     )
             load_tuner(mechanism, saved.get(name, {}))
+            mechanism.history.has_met_extremes = has_extremes(part, mechanism.home)
             publish_rates(mechanism.scale, part.param_groups)
             publish(part, mechanism)
 

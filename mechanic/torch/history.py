@@ -34,6 +34,9 @@ class RateHistory:
         self.lrs: list[Any] = []
         """The learning rate of each group when its update was last measured"""
         self._learned = self._maybe_learned = 0
+        self.has_met_extremes = False
+        """Whether there were gradients that the base may not be able to square, so that its state
+        may hold huge and infinite numbers"""
 
     @property
     def is_starting(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mechanic import tuner
 from mechanic.advance import ABSURD, FIRST_STEPS, SAMPLE
 from mechanic.options import Options
-from mechanic.torch import vectors
+from mechanic.torch import sharding, vectors
 from mechanic.torch.base import Proposal
 from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import StepRates
@@ -46,6 +46,8 @@ class Ready(NamedTuple):
     """The processes that share the parameters, if any do"""
     found_inf: Tensor | None
     """Above 0 if someone has found NaN or inf in the gradients; None where no one has looked"""
+    doubts_update: bool = False
+    """Whether the update is looked at for NaN and inf before it is applied"""
     has_infinite: bool = False
     """Whether a weight is known to be infinite"""
 
@@ -262,15 +264,28 @@ def _look_for_infinite(optimizer: Any, ready: Ready, new: list[Tensor]) -> None:
     if known is None:
         new = [param for batch in ready.batches for param in batch.params]
     if new or known is None:
-        held = [param for param in new if param.numel() and param.device.type != "meta"]
-        largest = torch._foreach_norm(held, ord=math.inf) if held else []
-        is_finite = all(math.isfinite(size) for size in largest)
-        _has_infinite[optimizer] = bool(known) or not is_finite
+        _has_infinite[optimizer] = bool(known) or not _are_finite(new)
+
+
+def _are_finite(params: list[Tensor]) -> bool:
+    held = [param for param in params if param.numel() and param.device.type != "meta"]
+    largest = torch._foreach_norm(held, ord=math.inf) if held else []
+    return all(math.isfinite(size) for size in largest)
 
 
 def has_infinite(optimizer: Any) -> bool:
     """Whether a weight of an optimizer is known to be infinite."""
     return _has_infinite.get(optimizer, False)
+
+
+def is_known_finite(optimizer: Any) -> bool:
+    """Whether no weight of an optimizer is infinite, as far as the host has looked. It looks the
+    first time that it is asked."""
+    if optimizer not in _has_infinite:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with_gradient = [param.detach() for param in params if param.grad is not None]
+        _has_infinite[optimizer] = not _are_finite(with_gradient)
+    return not _has_infinite[optimizer]
 
 
 def expected_size(optimizer: Any, batches: list[Batch]) -> int:
@@ -279,13 +294,13 @@ def expected_size(optimizer: Any, batches: list[Batch]) -> int:
     return sum(o.numel() for o in owners if DISPLACEMENT not in optimizer.state.get(o, {}))
 
 
-def measure_proposal(ready: Ready, parts: Parts, proposal: Proposal) -> dict[str, Tensor]:
+def measure_proposal(ready: Ready, proposal: Proposal) -> dict[str, Tensor]:
     """This process's part of the sums that have to wait for the base, by their names in
     `tuner.Sums`. There are none in most steps."""
     late: dict[str, Tensor] = {}
     if tuner.RULES[ready.options.preset].decays_after_base:
         late["dx"], late["xx"] = decay_sums(ready, proposal.points)
-    if not ready.rates.measures_update and not _is_extreme(ready, parts):
+    if not ready.rates.measures_update and not ready.doubts_update:
         return late
     (uu,) = _looked_at(ready, lambda exact: (_update_square(ready, proposal, exact),))
     return late | {"uu": uu}
@@ -300,13 +315,36 @@ def counted_update(ready: Ready, uu: Tensor, updates: Tensor) -> Tensor:
     return is_needed.choose(uu, 0.0)
 
 
-def _is_extreme(ready: Ready, parts: Parts) -> bool:
-    """Whether gradients are so large or small that a base may not be able to square them: then its
-    update is looked at, where that is possible."""
+def is_extreme(ready: Ready, parts: Parts) -> bool:
+    """Whether gradients are so large or small that a base may not be able to square them, as far as
+    the host can look."""
     if not can_look(ready.home) or not isinstance(parts.gg, Tensor):
         return False
     gg = float(parts.gg)
     return gg > 0 and not _LEAST < gg < _MOST
+
+
+def has_extremes(optimizer: Any, home: torch.device) -> bool:
+    """Whether a base has numbers in its state that only extreme gradients leave there, as far as
+    the host can look."""
+    if not can_look(home):
+        return False
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    entries = [own for own in map(optimizer.state.get, params) if isinstance(own, dict)]
+    held = [
+        value
+        for own in entries
+        for name, value in own.items()
+        if name != DISPLACEMENT and isinstance(value, Tensor)
+    ]
+    return any(map(_is_huge, map(sharding.here, held)))
+
+
+def _is_huge(value: Tensor) -> bool:
+    is_plain = type(value) in sharding.PLAIN and value.device.type == "cpu"
+    if not is_plain or value.is_sparse or not value.is_floating_point() or not value.numel():
+        return False
+    return not float(value.abs().max()) < _MOST
 
 
 def _update_square(ready: Ready, proposal: Proposal, exact: bool) -> Tensor:

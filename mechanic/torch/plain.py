@@ -31,6 +31,7 @@ from mechanic.torch.measure import (
     counted_update,
     expected_size,
     has_infinite,
+    is_extreme,
     measure,
     measure_proposal,
 )
@@ -228,15 +229,17 @@ def clip_factor(ready: Ready, square: Tensor | float) -> Tensor:
 
 
 def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
-    """Have SGD run at a learning rate that makes its update neither too small nor too large beside
-    the parameters, where gradients are extreme. By a power of two, so that nothing is rounded."""
-    if step_name(call.base_step) != "torch.optim.sgd.SGD.step" or not can_look(ready.home):
+    """Where gradients are or were extreme, look at the update, and have the base run at a learning
+    rate that makes neither it nor what is computed on the way to it too large or too small. By a
+    power of two, so that nothing is rounded."""
+    if not can_look(ready.home):
         return ready
-    norm = math.sqrt(float(parts.gg))
-    is_usual = _SMALL_GRADIENT < norm < _LARGE_GRADIENT
-    if is_usual or norm == 0 or not math.isfinite(norm):
+    history = call.mechanism.history
+    history.has_met_extremes = history.has_met_extremes or is_extreme(ready, parts)
+    ready = ready._replace(doubts_update=history.has_met_extremes)
+    factor = _suitable_factor(call, ready, parts)
+    if factor == 1:
         return ready
-    factor = 2.0 ** -min(max(round(math.log2(norm)), -100), 100)  # of a number in float32
     rates = [
         rate._replace(base_lr=rate.base_lr * factor, unit=rate.unit / factor)
         if rate.live.is_yes and isinstance(rate.base_lr, float)
@@ -244,6 +247,19 @@ def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
         for rate in ready.rates.rates
     ]
     return ready._replace(rates=ready.rates._replace(rates=rates))
+
+
+def _suitable_factor(call: Call, ready: Ready, parts: Parts) -> float:
+    """What the learning rate that the base is run at is multiplied with. An update of SGD is as
+    large as the gradient; others may have huge numbers in their state after a huge gradient."""
+    if step_name(call.base_step) == "torch.optim.sgd.SGD.step":
+        norm = math.sqrt(float(parts.gg))
+        is_usual = _SMALL_GRADIENT < norm < _LARGE_GRADIENT
+        if is_usual or norm == 0 or not math.isfinite(norm):
+            return 1.0
+        return 2.0 ** -min(max(round(math.log2(norm)), -100), 100)  # of a number in float32
+    is_scaled = is_proportional(call.base_step) and ready.doubts_update
+    return 1 / proportional_lr(half=False) if is_scaled else 1.0
 
 
 def _tune(
@@ -303,7 +319,7 @@ def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tun
         dd=parts.dd + zero,
         uu=zero,
     )
-    late = measure_proposal(ready, parts, proposal)
+    late = measure_proposal(ready, proposal)
     if not late:
         return sums
     values = sharding.begin_sums(ready.ranks, tuple(late.values()))()
