@@ -4,8 +4,8 @@
 
 Four small tasks on scikit-learn's digits, AdamW, a cosine after a warm-up of 5 %: a network from
 its start; a trained trunk with a new head, both trained; LoRA on a trained network; and a network
-one of whose layers is multiplied by 100, so that its parts want learning rates far apart. Beside the
-tuned runs, a sweep of plain AdamW with one learning rate for all parameters.
+one of whose layers is multiplied by 100, so that its parts want learning rates far apart. Beside
+the tuned runs, a sweep of plain AdamW with one learning rate for all parameters.
 """
 
 import argparse

@@ -283,6 +283,7 @@ _ALL = (
     # Table 2 of the paper has λ = 0.1 as well as the usual 0.01.
     Method("mechanic-paper-lambda-0.1", "mechanic", _mechanic(preset="paper", s_decay=0.1),
            on_request=True),
+    Method("mechanic-per-tensor", "mechanic", _mechanic(scope="tensor"), on_request=True),
     Method("mechanic-pytorch", "peer", _mechanic_pytorch, package="mechanic-pytorch"),
     Method("prodigy", "peer", _prodigy, ("",), package="prodigyopt"),
     Method("dadaptation", "peer", _dadaptation, ("sgd", "adamw"), package="dadaptation"),
