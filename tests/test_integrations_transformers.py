@@ -223,3 +223,24 @@ def test_weights_and_biases_and_mlflow_get_it_from_the_trainer(tmp_path, monkeyp
     assert mlflow_history(uri, "Default", "mechanic/lr/0") == pytest.approx(told)
     read = wandb_history(tmp_path, "train/mechanic/lr/0", "train/global_step")
     assert read == pytest.approx(told)
+
+
+@pytest.mark.nightly
+def test_each_scope_is_in_the_logs(tmp_path):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = mechanize(torch.optim.AdamW(net.named_parameters(), lr=1.0), scope="tensor")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 50)
+    trainer = make_trainer(tmp_path, net, optimizers=(optimizer, scheduler))
+    trainer.train()
+    names = [f"linear.{name}" for name in ("weight", "bias")]
+    for entry in steps_logged(trainer):
+        assert all(entry[f"mechanic/scale/{name}"] > 0 for name in names)
+        assert entry["learning_rate"] == entry[f"mechanic/lr/{names[0]}"]
+    resumed = Net()
+    optimizer = mechanize(torch.optim.AdamW(resumed.named_parameters(), lr=1.0), scope="tensor")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 50)
+    again = make_trainer(tmp_path, resumed, optimizers=(optimizer, scheduler))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    for a, b in zip(net.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)

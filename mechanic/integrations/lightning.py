@@ -63,7 +63,7 @@ class MechanicCallback(LearningRateMonitor):
         for place, optimizer in enumerate(mechanized):
             prefix = PREFIX if len(mechanized) == 1 else f"{PREFIX}/{place}"
             for name, value in tensors(optimizer, prefix).items():
-                is_rate = not name.endswith("/scale")
+                is_rate = name.startswith(f"{prefix}/lr/")
                 pl_module.log(name, value, prog_bar=self.progress_bar and is_rate)
 
     def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mechanic.integrations.logged import metrics
+from mechanic.integrations.logged import PREFIX, metrics
 from mechanic.torch.handle import tuner
 
 try:
@@ -52,8 +52,8 @@ class MechanicCallback(TrainerCallback):
         if logs is None or "learning_rate" not in logs or not _has_tuner(optimizer):
             return
         learned = metrics(optimizer)
-        _, rate, *_ = learned.values()
-        learned["learning_rate"] = rate
+        rates = [rate for name, rate in learned.items() if name.startswith(f"{PREFIX}/lr/")]
+        learned["learning_rate"] = rates[0]
         logs.update(learned)
         if state.log_history:  # it has had a copy of the logs already
             state.log_history[-1].update(learned)
