@@ -323,6 +323,7 @@ def wait_for_plots(page: Page, count: int) -> None:
 DRAWN = "document.querySelectorAll('.chart .subplot.xy').length"
 
 
+@pytest.mark.nightly
 def test_plots_are_drawn_as_they_come_into_view(page: Page) -> None:
     assert page.locator("figure > .chart").count() == plots()
     assert page.evaluate(DRAWN) < plots() / 3
@@ -335,6 +336,7 @@ def test_plots_are_drawn_as_they_come_into_view(page: Page) -> None:
     assert lines > 10 * plots()
 
 
+@pytest.mark.nightly
 def test_names_are_shown_as_they_are_on_paper_too(page: Page) -> None:
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     wait_for_plots(page, plots())

@@ -1,5 +1,7 @@
 """Several scales in one transformation: `mechanic.optax.mechanize(tx, scope=...)`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,13 @@ def loss(params):
 gradient = jax.jit(jax.grad(loss))
 
 
+TX = mechanize(optax.adamw(1.0), scope=PATTERNS)
+jitted = functools.cache(lambda tx: jax.jit(tx.update))
+
+
 def train(tx, params, state=None, steps=STEPS, change=lambda grads, step: grads):
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
+    update = jitted(tx)
     for step in range(steps):
         updates, state = update(change(gradient(params), step), state, params)
         params = optax.apply_updates(params, updates)
@@ -63,7 +69,7 @@ def assert_close(one, other):
 
 
 def test_scopes_are_as_transformations_of_their_own():
-    params, state = train(mechanize(optax.adamw(1.0), scope=PATTERNS), model())
+    params, state = train(TX, model())
     labels = {"text": lambda tree: tree["text"], "unet": lambda tree: tree["unet"]}
     apart, own = train_apart(labels)
     assert_close(params, apart)
@@ -88,9 +94,8 @@ def test_nan_in_one_scope_skips_the_step_of_all():
             return grads
         return grads | {"unet": jax.tree.map(lambda leaf: leaf * jnp.nan, grads["unet"])}
 
-    tx = mechanize(optax.adamw(1.0), scope=PATTERNS)
-    params, state = train(tx, model(), steps=STEPS + 1, change=spoil)
-    expected, _ = train(tx, model())
+    params, state = train(TX, model(), steps=STEPS + 1, change=spoil)
+    expected, _ = train(TX, model())
     assert_close(params, expected)
     assert [int(metrics(own)["skipped"]) for own in scopes(state).values()] == [1, 1]
 
