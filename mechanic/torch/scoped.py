@@ -52,8 +52,11 @@ def _look_at_gradients(optimizer: Any, scopes: Scopes, home: torch.device) -> Te
     zero = torch.zeros((), dtype=scalar_dtype(home), device=home)
     is_bad = square = zero
     if options.skip_nonfinite:
-        largest = [grad.abs().max().to(zero) for grad in held.values() if grad.numel()]
-        is_bad = (~torch.stack([zero, *largest]).isfinite().all()).to(zero)
+        grads = [grad for grad in held.values() if grad.numel()]
+        largest = torch._foreach_norm(grads, ord=math.inf) if grads else []
+        is_bad = (~torch.stack([zero, *(one.to(zero) for one in largest)]).isfinite().all()).to(
+            zero
+        )
     if options.max_grad_norm < math.inf:
         terms = [term for grad in counted for term in squares([grad], _wide(grad))]
         square = total(terms, home)
