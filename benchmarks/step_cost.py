@@ -55,10 +55,12 @@ from sharded_cases import ROWS, leave
 from torch.optim import SGD, AdamW, Optimizer
 
 from mechanic.torch import mechanize
+from mechanic.torch.native import step as native
 
 Emit = Callable[..., None]
 
-WARM_UP = {"cpu": 3, "cuda": FIRST}
+WARM_UP = {"cpu": FIRST, "cuda": FIRST}
+PLAIN = "on the plain path"  # as where there is no C compiler
 TOKENS = (32, 1024)
 RUN = 3  # training steps that are timed together, because the host works ahead of the GPU
 
@@ -90,31 +92,48 @@ def methods() -> dict[str, dict[str, Method]]:
         "AdamW": {
             "base": lambda p: AdamW(p, lr=1e-3),
             "mechanic": lambda p: mechanize(AdamW(p, lr=1e-3)),
+            PLAIN: lambda p: mechanize(AdamW(p, lr=1e-3)),
             "mechanic-pytorch": lambda p: peer(AdamW)(p, lr=1e-3),
             "Prodigy": lambda p: prodigyopt.Prodigy(p),
         },
         "AdamW(fused=True)": {
             "base": lambda p: AdamW(p, lr=1e-3, fused=True),
             "mechanic": lambda p: mechanize(AdamW(p, lr=1e-3, fused=True)),
+            PLAIN: lambda p: mechanize(AdamW(p, lr=1e-3, fused=True)),
             "mechanic-pytorch": lambda p: peer(AdamW)(p, lr=1e-3, fused=True),
             "Prodigy": lambda p: prodigyopt.Prodigy(p),
         },
         "SGD(momentum=0.9)": {
             "base": lambda p: SGD(p, lr=1e-3, momentum=0.9),
             "mechanic": lambda p: mechanize(SGD(p, lr=1e-3, momentum=0.9)),
+            PLAIN: lambda p: mechanize(SGD(p, lr=1e-3, momentum=0.9)),
             "mechanic-pytorch": lambda p: peer(SGD)(p, lr=1e-3, momentum=0.9),
         },
     }
 
 
-def make_params(case: Shapes, device: str) -> Params:
-    generator = torch.Generator(device).manual_seed(SEED)
+def make_params(gradients: list[torch.Tensor]) -> Params:
+    """Parameters that have these gradients."""
+    generator = torch.Generator().manual_seed(SEED)
     params = []
-    for shape in case:
-        param = torch.nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
-        param.grad = torch.randn(shape, generator=generator, device=device) * 1e-3
+    for gradient in gradients:
+        param = torch.nn.Parameter(torch.randn(gradient.shape, generator=generator) * 0.02)
+        param.grad = gradient
         params.append(param)
     return params
+
+
+def on_plain_path(step: Callable[[], object]) -> Callable[[], None]:
+    """A step that no compiled code makes."""
+
+    def run() -> None:
+        was_on, native.IS_ON = native.IS_ON, False
+        try:
+            step()
+        finally:
+            native.IS_ON = was_on
+
+    return run
 
 
 def in_rounds(
@@ -152,13 +171,23 @@ def show_ratio(times: list[float], base: list[float]) -> str:
 
 
 def cpu_table(rounds: int, emit: Emit) -> None:
-    columns = ("mechanic", "mechanic-pytorch", "Prodigy")
-    emit(f"| parameters | base | ms | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|")
+    columns = ("mechanic", PLAIN, "mechanic-pytorch", "Prodigy")
+    emit(
+        f"| parameters | base | ms | {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|---:|"
+    )
+    chance = torch.Generator().manual_seed(SEED)
     for case, sizes in CASES["cpu"].items():
+        gradients = [torch.empty(shape) for shape in sizes]
+
+        def draw(gradients: list[torch.Tensor] = gradients) -> None:
+            for gradient in gradients:
+                gradient.normal_(std=1e-3, generator=chance)
+
         for base, variants in methods().items():
-            made = {n: make(make_params(sizes, "cpu")) for n, make in variants.items()}
-            works = {n: [optimizer.step] for n, optimizer in made.items()}
-            times = in_rounds(works, "cpu", rounds, WARM_UP["cpu"])
+            made = {n: make(make_params(gradients)) for n, make in variants.items()}
+            works: dict[str, Work] = {n: [optimizer.step] for n, optimizer in made.items()}
+            works[PLAIN] = [on_plain_path(made[PLAIN].step)]
+            times = in_rounds(works, "cpu", rounds, WARM_UP["cpu"], draw)
             own = {n: parts[0] for n, parts in times.items()}
             cells = [f"{ratios(own[n], own['base'])[0]:.2f}×" if n in own else "–" for n in columns]
             median = statistics.median(own["base"]) * 1e3
@@ -307,6 +336,7 @@ def versions(packages: Iterable[str]) -> str:
 
 def environment(args: argparse.Namespace) -> list[str]:
     command = f"python benchmarks/step_cost.py --device {args.device} --rounds {args.rounds}"
+    command += f" --threads {args.threads}" if args.threads > 1 else ""
     packages = ["torch", "mechanic-pytorch", "prodigyopt"]
     hardware = _cpu_name()
     if args.device == "cuda":

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mechanic.bench.data import Data
 
 collect_ignore = ["site"]  # of other processes
+collect_ignore_glob = [] if find_spec("triton") else ["test_kernel*"]
 
 # Each worker of pytest-xdist takes a whole file, and then the next one. With these first, which
 # take longest, the workers end together.
@@ -22,6 +24,9 @@ FIRST = (
 if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many workers as cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+# Most tests are of the plain path; `test_native.py` is of the compiled step that takes its place.
+os.environ.setdefault("MECHANIC_NATIVE", "0")
 
 if not torch.cuda.is_available():  # Triton's interpreter runs the kernels; asked for at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,6 +58,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def own_native_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is compiled is kept in a folder of the tests, and not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,6 @@ from mechanic.torch import mechanize
 from mechanic.torch.kernels import dispatch
 from mechanic.tuner import DefaultState
 
-pytest.importorskip("triton")
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS = 200 if ON_GPU else 20

@@ -80,7 +80,8 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def test_the_map_names_every_room() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    for folder in ("torch", "torch/kernels", "optax", "run", "bench", "integrations"):
+    of_torch = ("torch", "torch/kernels", "torch/native")
+    for folder in (*of_torch, "optax", "run", "bench", "integrations"):
         folder = f"mechanic/{folder}"
         section = page.split(f"### `{folder}/`")[1].split("\n## ")[0].split("\n### ")[0]
         for path in (ROOT / folder).glob("*.py"):

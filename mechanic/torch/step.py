@@ -1,9 +1,9 @@
 """One mechanized step: gradients → sums → tuner → scale → parameters.
 
-This is the dispatcher. `plain.py` has the step with torch's operators, and `kernels/step.py` the
-same step on a GPU in a few launches; both keep the same state and come to the same result, so that
-they may take turns. `scoped.py` makes such a step for each part of an optimizer that has several
-scales.
+This is the dispatcher. `plain.py` has the step with torch's operators, `kernels/step.py` the same
+step on a GPU in a few launches, and `native/step.py` on a CPU in one call of compiled code; all
+keep the same state and come to the same result, so that they may take turns. `scoped.py` makes such
+a step for each part of an optimizer that has several scales.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from mechanic.torch import closures, plain, scoped
 from mechanic.torch.call import Call
 from mechanic.torch.kernels import step as fast
 from mechanic.torch.mechanism import Mechanism
+from mechanic.torch.native import step as native
 from mechanic.torch.scopes import Scopes
 
 
@@ -38,4 +39,7 @@ def step(
 
 def _step(call: Call) -> Any:
     begun = fast.begin(call)
-    return plain.step(call) if begun is None else fast.finish(call, begun)
+    if begun is not None:
+        return fast.finish(call, begun)
+    made = native.step(call)
+    return plain.step(call) if made is None else made.result
