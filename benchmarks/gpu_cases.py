@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, NAdam, Optimizer
 
 from mechanic.torch import mechanize
 
@@ -129,6 +129,26 @@ ROWS = {
         "sgd",
         words=9,
         kept=3,
+    ),
+    # reads x in the sums, too
+    "paper": Row(
+        'mechanize(AdamW(fused=True), preset="paper")',
+        lambda p: mechanize(fused(p), preset="paper"),
+        words=12,
+    ),
+    "nadam": Row("NAdam()", lambda p: NAdam(p, lr=1e-3), "nadam", kept=3, passing=4),
+    "mechanic-nadam": Row(
+        "mechanize(NAdam())", lambda p: mechanize(NAdam(p, lr=1e-3)), "nadam", passing=5
+    ),
+    "adafactor": Row(
+        "Adafactor()", lambda p: Adafactor(p, lr=1e-2), "adafactor", kept=1.1, passing=3
+    ),
+    "mechanic-adafactor": Row(
+        "mechanize(Adafactor())",
+        lambda p: mechanize(Adafactor(p, lr=1e-2)),
+        "adafactor",
+        kept=2.1,
+        passing=4,
     ),
     "lion": Row("Lion()", lion, "lion", kept=2, passing=1, package="lion_pytorch"),
     "mechanic-lion": Row(

@@ -3,15 +3,18 @@
     python benchmarks/optax_step_cost.py                          # a tiny model, on any device
     python benchmarks/optax_step_cost.py --size 124M --rounds 50  # GPT-2's shapes, for a GPU
     python benchmarks/optax_step_cost.py --steps 20               # 20 steps in one jit
+    python benchmarks/optax_step_cost.py --calls 1 20             # also 20 calls before it waits
     python benchmarks/optax_step_cost.py --output FILE.md         # write the table there too
 
 A step is `update` and `apply_updates` in one `jit`, with parameters and state donated. Everything
 is measured in one run, in rounds. A round times one step of every method, so that other work on the
 machine affects all of them alike. The ratio is the median over the rounds of a method's time
 divided by that of adamw in the same round. The first steps, in which Mechanic measures the norm of
-the update, are made before. Where a model is trained, the host hands over the next step while the
-device works on this one; here it does not, so that with `--steps 1` its time counts. `--steps 20`
-shows the time of the device alone: 20 steps are one call, each with its own gradients.
+the update, are made before.
+
+With one call a round, the clock also sees the host before and after the device works. Where a model
+is trained, the host hands over the next step while the device works on this one: `--calls 20` does
+so, with 20 calls a round. `--steps 20` shows the time of the device alone: 20 steps are one call.
 
 Memory is what the compiled step needs at its peak, as the compiler has planned it: arguments,
 results that are not written in their place, and what is stored in between.
@@ -95,8 +98,8 @@ class Run:
 
         def step(t: Any, carried: Any, grads: Any) -> Any:
             params, state = carried
-            # Not the same in each step, or the compiler would take their norm once.
-            grads = jax.tree.map(lambda grad: grad * (1 + 0.01 * t).astype(grad.dtype), grads)
+            # As if they were new in each step, or the compiler would take their norm once.
+            grads, _ = jax.lax.optimization_barrier((grads, t))
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
@@ -108,12 +111,13 @@ class Run:
         jitted = jax.jit(call, donate_argnums=(0, 1))
         self.compiled = jitted.lower(self.params, self.state, grads).compile()
 
-    def step(self, grads: Any) -> float:
-        """Make a call; its seconds for each step, to the end of the last kernel."""
+    def step(self, grads: Any, calls: int = 1) -> float:
+        """Make some calls; the seconds for each step, to the end of the last kernel."""
         began = time.perf_counter()
-        self.params, self.state = self.compiled(self.params, self.state, grads)
+        for _ in range(calls):
+            self.params, self.state = self.compiled(self.params, self.state, grads)
         jax.block_until_ready((self.params, self.state))
-        return (time.perf_counter() - began) / self.steps
+        return (time.perf_counter() - began) / self.steps / calls
 
     @property
     def bytes(self) -> int:
@@ -123,21 +127,29 @@ class Run:
 
 
 def measure(
-    size: Size, methods: list[str], rounds: int, dtype: Any, steps: int
-) -> dict[str, list[str]]:
-    """The cells of a row for each method."""
+    size: Size, methods: list[str], rounds: int, dtype: Any, steps: int, calls: list[int]
+) -> dict[int, dict[str, list[str]]]:
+    """The cells of a row for each method, for each number of calls."""
     like = shapes(size)
     new_grads = jax.jit(lambda t: draw(jax.random.fold_in(jax.random.key(1), t), like, 1e-3, dtype))
     make_params = partial(draw, jax.random.key(0), like, 0.02, dtype)
     grads = new_grads(0)
     runs = {name: Run(METHODS[name](), make_params, grads, steps) for name in methods}
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for t in range(WARM_UP + rounds):
-        grads = jax.block_until_ready(new_grads(t))
-        for name, run in runs.items():
-            seconds = run.step(grads)
-            if t >= WARM_UP:
-                times[name].append(seconds)
+    for t in range(WARM_UP):
+        for run in runs.values():
+            run.step(new_grads(t))
+    tables = {}
+    for count in calls:
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        for t in range(rounds):
+            grads = jax.block_until_ready(new_grads(WARM_UP + t))
+            for name, run in runs.items():
+                times[name].append(run.step(grads, count))
+        tables[count] = show(runs, times)
+    return tables
+
+
+def show(runs: dict[str, Run], times: dict[str, list[float]]) -> dict[str, list[str]]:
     rows = {}
     for name, run in runs.items():
         ratios = [own / first for own, first in zip(times[name], times[FIRST], strict=True)]
@@ -166,14 +178,17 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1, help="the steps of one call")
+    parser.add_argument(
+        "--calls", type=int, nargs="+", default=[1], help="the calls of a round, for each table"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    if min(args.steps, *args.calls) < 1:
+        parser.error(f"--steps and --calls must be at least 1, got {args.steps}, {args.calls}")
     methods = list(dict.fromkeys([FIRST, *args.methods]))
     size = SIZES[args.size]
     count = sum(int(jnp.prod(jnp.array(shape))) for shape in shapes(size).values())
@@ -181,12 +196,14 @@ def main() -> None:
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax"))
     head = (
         f"{args.size}: {count:,} parameters in {len(shapes(size))} arrays of {args.dtype}, "
-        f"{args.rounds} rounds of {args.steps} steps, "
+        f"{args.rounds} rounds, {args.steps} steps a call, "
         f"on {device.device_kind} ({device.platform}, {platform.machine()}), "
         f"{packages}, {datetime.date.today()}\n"
     )
-    text = (
-        f"{head}\n{table(measure(size, methods, args.rounds, jnp.dtype(args.dtype), args.steps))}\n"
+    own = size, methods, args.rounds, jnp.dtype(args.dtype), args.steps, args.calls
+    tables = measure(*own)
+    text = "\n".join(
+        [head, *(f"{count} calls a round:\n\n{table(rows)}\n" for count, rows in tables.items())]
     )
     print(text)
     if args.output:

@@ -80,12 +80,13 @@ def main() -> None:
 
     triton.runtime.jit.JITFunction.run = compile_only
     dispatch.DEVICES = ("cpu",)
-    for case, (make, dtype, options) in enumerate(CASES):  # noqa: B007 - compile_only reads it
+    for case, (make, dtype, options) in enumerate(CASES):
         param = torch.nn.Parameter(torch.ones(64, dtype=dtype))
         optimizer = mechanize(make([param]), **options)
-        for _ in range(2):  # the first is made by the plain path
-            param.grad = torch.ones_like(param)
-            optimizer.step()
+        for _ in range(2):  # the plain path makes the first step of a base that is not known
+            if case not in [row["case"] for row in found.values()]:
+                param.grad = torch.ones_like(param)
+                optimizer.step()
     print(json.dumps(list(found.values())))
 
 

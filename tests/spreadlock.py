@@ -7,6 +7,7 @@ lock.assert_same()
 """
 
 import copy
+import functools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import conftest
 import torch
 from distributed import full
-from lockstep import DEVICE, FEW, KNOWN, ON_GPU, Lock, Side
+from lockstep import DEVICE, FEW, KNOWN, ON_GPU, Lock, Make, Side
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import Parameter
@@ -36,6 +37,11 @@ PLACES: dict[str, tuple[tuple[int, ...], str, list[tuple[int, ...]]]] = {
     "beside": ((2,), "0p", FEW),
 }
 STAGES = [(7,), (2, 5)]
+
+BASES: dict[str, Make] = KNOWN | {
+    # With plain tensors beside DTensors, torch takes neither `fused` nor, on a GPU, `foreach`.
+    "AdamW-single": lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.1, foreach=False),
+}
 
 _interpreting: list[Any] = []
 
@@ -88,8 +94,8 @@ class SpreadLock(Lock):
             params = place(name, [self.noise(shape).to(DEVICE) for shape in PLACES[name][2]])
         self.targets = [spread_like(3 * self.noise(p.shape).to(DEVICE), p) for p in params]
         sides = [[Parameter(param.detach().clone()) for param in params] for _ in range(2)]
-        self.plain = Side(KNOWN[base], sides[0], False, options)
-        self.fast = Side(KNOWN[base], sides[1], True, options)
+        self.plain = Side(BASES[base], sides[0], False, options)
+        self.fast = Side(BASES[base], sides[1], True, options)
 
     def gradients(self) -> list[Tensor]:
         pairs = zip(self.plain.params, self.targets, strict=True)
@@ -106,12 +112,31 @@ class SpreadLock(Lock):
         assert all(tuner(side.optimizer).agrees() for side in self.sides)
 
 
+def gather(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every process. On a GPU by way of the CPU: gloo, which the processes of
+    one GPU have, cannot gather there."""
+    from torch.distributed.tensor import DTensor
+
+    if not ON_GPU or not isinstance(tensor, DTensor):
+        return full(tensor)
+    shape: Any = {"shape": tensor.shape, "stride": tensor.stride()}
+    part, mesh = tensor.to_local().cpu(), _mesh_on_cpu(tensor.device_mesh)
+    return full(DTensor.from_local(part, mesh, tensor.placements, **shape)).to(DEVICE)
+
+
+@functools.cache
+def _mesh_on_cpu(mesh: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", mesh.mesh)
+
+
 def gathered(side: Side) -> Any:
     """A side with all of each tensor."""
-    params = [full(param) for param in side.params]
+    params = [gather(param) for param in side.params]
     state = {
         whole: {
-            key: full(value) if isinstance(value, Tensor) else value
+            key: gather(value) if isinstance(value, Tensor) else value
             for key, value in side.optimizer.state[param].items()
         }
         for param, whole in zip(side.params, params, strict=True)

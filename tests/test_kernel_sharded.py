@@ -17,7 +17,7 @@ from comparing import DISPLACEMENT
 from distributed import Pool, full, loss_of, make_model, spread
 from lockstep import DEVICE, FEW, KNOWN, ON_GPU, Side, kernels
 from running import environment
-from spreadlock import PLACES, SpreadLock, messages_of, prepare
+from spreadlock import PLACES, SpreadLock, gather, messages_of, prepare
 from torch import distributed as dist
 from torch.nn import Parameter
 
@@ -59,10 +59,9 @@ BY_DAY = "uneven"
     [
         case(BY_DAY, "AdamW-fused", DAY, name=BY_DAY),
         *(
-            # torch's fused AdamW does not take plain tensors beside DTensors
             case(
                 name,
-                "AdamW" if name == "beside" else "AdamW-fused",
+                "AdamW-single" if name == "beside" else "AdamW-fused",
                 NIGHT,
                 name=f"{name}, long",
                 by_day=False,
@@ -82,7 +81,8 @@ def test_every_placement(pools, name, base, steps):
     assert len({scale for scale, _, _ in found}) == 1  # bit for bit
     for _, counts, ran in found:
         assert counts == [2] * STARTING + [1] * (steps - STARTING)
-        assert ran == [False] + [True] * (steps - 1)  # the first makes the base's state
+        is_damped = base == "SGD-momentum"  # its first step is its own
+        assert ran == [not is_damped] + [True] * (steps - 1)
 
 
 # What has to be the same on all processes
@@ -91,7 +91,7 @@ def test_every_placement(pools, name, base, steps):
 def meet_on_two_paths(rank: int) -> float:
     """In each step some processes take the plain path, and some the kernels."""
     prepare()
-    lock = SpreadLock("AdamW", "beside", max_grad_norm=3.0)
+    lock = SpreadLock("AdamW-single", "beside", max_grad_norm=3.0)
     for step in range(26):
         lock.fast.uses_kernels = (step // 2) % 2 == rank
         gradients = lock.gradients()
@@ -102,7 +102,7 @@ def meet_on_two_paths(rank: int) -> float:
                 side.optimizer.param_groups[0]["lr"] *= 1.3
         lock.step(gradients)
         ran = lock.fast.ran_kernels(known=True)
-        assert ran == (lock.fast.uses_kernels and step > 0)
+        assert ran == lock.fast.uses_kernels
     assert int(lock.fast.mechanism.counts.read().skipped) == 2
     lock.assert_same()
     return float(tuner(lock.fast.optimizer).scale)
@@ -120,7 +120,7 @@ def meet_what_is_not_finite(rank: int, name: str, has_scaler: bool) -> None:
     last = dist.get_world_size() - 1
     for step in range(24):
         gradients = lock.gradients()
-        is_bad = step in (5, 14, 15)
+        is_bad = step in (0, 5, 14, 15)
         if has_scaler:
             gradients = [8 * gradient for gradient in gradients]
             for side in lock.sides:
@@ -134,7 +134,7 @@ def meet_what_is_not_finite(rank: int, name: str, has_scaler: bool) -> None:
         after = map(local, lock.fast.params)
         assert not is_bad or all(map(torch.equal, after, before))
     assert lock.fast.ran_kernels(known=True)
-    assert int(lock.fast.mechanism.counts.read().skipped) == 3
+    assert int(lock.fast.mechanism.counts.read().skipped) == 4
     lock.assert_same()
     lock.assert_agrees()
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_one_path_loads_on_the_other(pools, saved_by_kernels):
 def move_tensors(rank: int) -> None:
     """Memory that is given anew to a parameter or its state is noticed, and so is a gradient that
     is placed unlike its parameter: that one is left to the plain path."""
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     prepare()
     lock = SpreadLock("AdamW", "uneven")
@@ -248,10 +248,12 @@ def move_tensors(rank: int) -> None:
             param.data = param.data.clone()
         lock.give(lock.gradients())
         if step == 16:
-            param.grad = param.grad.redistribute(placements=[Replicate()])
+            whole = gather(param.grad)
+            own = param.device_mesh, [Replicate()]
+            param.grad = distribute_tensor(whole, *own, src_data_rank=None)
         for side in lock.sides:
             side.step()
-        assert lock.fast.ran_kernels(known=True) == (step not in (0, 16))
+        assert lock.fast.ran_kernels(known=True) == (step != 16)
         lock.first_scale = lock.first_scale or float(lock.plain.mechanism.scale)
     lock.assert_same()
     lock.assert_agrees()
@@ -332,6 +334,9 @@ import sys, torch
 from torch import distributed as dist
 sys.path.insert(0, {tests!r})
 import compiling
+from mechanic.torch.kernels import step
+
+step.check_size = lambda *_: None  # nothing is launched, so that nothing is counted
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 spread = {{"process_group": dist.group.WORLD}}

@@ -38,7 +38,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_whole(base):
         after = bits(lock.fast.optimizer)
         is_same = len(before) == len(after) and all(map(torch.equal, before, after))
         assert is_same == (step in bad)
-        assert lock.fast.ran_kernels(known=base in KNOWN) == (step != 0)
+        assert lock.fast.ran_kernels(known=base in KNOWN) == (base in KNOWN or step != 0)
     assert int(lock.fast.mechanism.counts.read().skipped) == 3
     lock.assert_same()
 

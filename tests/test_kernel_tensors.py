@@ -65,7 +65,8 @@ def test_gradients_that_lie_otherwise_than_their_parameters(base):
         lock.first_scale = lock.first_scale or float(lock.plain.mechanism.scale)
         ran.append(lock.fast.ran_kernels(known=base in KNOWN))
     lock.assert_same()
-    assert ran == [step > 0 and step % 3 != 2 for step in range(STEPS)]
+    first = base in KNOWN  # another base makes its state in the plain path
+    assert ran == [(first or step > 0) and step % 3 != 2 for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("base", ["AdamW", "Any"])
@@ -84,7 +85,8 @@ def test_parameters_that_come_and_go(base):
         if step < 6:
             gradients[2] = None  # first used later
         lock.step(gradients)
-        assert lock.fast.ran_kernels(known=base in KNOWN) == (step not in (0, 6, 12))
+        is_new = step in (0, 6, 12)
+        assert lock.fast.ran_kernels(known=base in KNOWN) == (base in KNOWN or not is_new)
     lock.assert_same(factor=5)  # its ramp begins anew twice
 
 
@@ -109,7 +111,7 @@ def test_tensors_that_are_replaced_or_changed_between_steps(base):
                 param.data.mul_(0.999)
                 state["step"] += 1
         lock.step()
-        assert lock.fast.ran_kernels(known=base in KNOWN) == (step != 0)
+        assert lock.fast.ran_kernels(known=base in KNOWN) == (base in KNOWN or step != 0)
     lock.assert_same()
 
 

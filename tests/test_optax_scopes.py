@@ -137,6 +137,18 @@ def test_bad_scopes_are_refused(scope, reason):
         mechanize(optax.sgd(1.0), scope=scope)
 
 
+def test_patterns_that_match_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"no parameter is left for 'a'.*text\.bias"):
+        mechanize(optax.sgd(1.0), scope={"a": "nothing.*"}).init(model())
+
+
+def test_what_is_mechanized_is_refused():
+    with pytest.raises(ValueError, match="mechanized already"):
+        mechanize(mechanize(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="learning_rate must be the number or the schedule"):
+        mechanize(optax.sgd(1.0), learning_rate="x")
+
+
 @pytest.mark.nightly
 def test_scopes_stand_in_a_chain_and_a_scan():
     tx = optax.chain(optax.clip(1.0), mechanize(optax.adamw(1.0), scope=PATTERNS))

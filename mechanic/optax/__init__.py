@@ -9,7 +9,7 @@ from mechanic.optax.readers import (
     suggest_lr,
     unfreeze,
 )
-from mechanic.optax.scopes import scopes
+from mechanic.optax.scoped import scopes
 from mechanic.optax.state import MechanicState
 from mechanic.optax.transform import mechanize
 

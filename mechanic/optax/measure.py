@@ -14,6 +14,7 @@ from mechanic import tuner
 from mechanic.arrays import Array
 from mechanic.optax import vectors
 from mechanic.optax.leaves import Leaves
+from mechanic.optax.products import Pairs, inner_products
 from mechanic.optax.state import Numbers
 from mechanic.options import Options
 
@@ -49,9 +50,13 @@ def measure(options: Options, leaves: Leaves, numbers: Numbers) -> Parts:
     rule = tuner.RULES[options.preset]
     squares = takes_cosine = rule.takes_cosine or options.s_init == "relative"
     squares = squares or tuner.reads_x(options) or options.max_grad_norm < math.inf
-    dg = total([vectors.inner(stored, grad, dtype) for grad, _, stored in leaves.live], zero)
-    gg = [vectors.square(grad, dtype) if squares else zero for grad, _, _ in leaves.live]
-    dd = [vectors.square(stored, dtype) if takes_cosine else zero for _, _, stored in leaves.live]
+    names = ["dg", *["gg"] * squares, *["dd"] * takes_cosine]
+    rows: list[Pairs] = []
+    for grad, _, stored in leaves.live:
+        own = {"dg": (stored, grad), "gg": (grad, grad), "dd": (stored, stored)}
+        rows.append([own[name] for name in names])
+    columns = dict(zip(names, inner_products(rows, dtype).T, strict=False))
+    zeros = jnp.zeros((len(rows),), dtype)
     idle = [
         vectors.square(stored, dtype)
         for grad, stored in zip(leaves.grads, leaves.stored, strict=True)
@@ -61,9 +66,9 @@ def measure(options: Options, leaves: Leaves, numbers: Numbers) -> Parts:
     if tuner.reads_x(options) and not rule.decays_after_base:
         dx, xx = decay_sums(leaves, [param for _, param, _ in leaves.live], numbers)
     return Parts(
-        dg=dg * share,
-        gg=_stacked(gg, zero),
-        dd=_stacked(dd, zero) * share**2,
+        dg=jnp.sum(columns.get("dg", zeros)) * share,
+        gg=columns.get("gg", zeros),
+        dd=columns.get("dd", zeros) * share**2,
         idle=total(idle, zero) * share**2,
         dx=dx,
         xx=xx,

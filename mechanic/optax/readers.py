@@ -181,7 +181,8 @@ def find(state: Any) -> MechanicState:
         raise ValueError(_none_in(state))
     raise ValueError(
         f"there are {len(found)} states of mechanize in this {type(state).__name__}. Give the part "
-        "of it that holds one, such as state.inner_states['name']."
+        "of it that holds one, such as state.inner_states['name'], or with scope= one of "
+        "scopes(state)."
     )
 
 

@@ -16,10 +16,8 @@ import optax
 
 from mechanic.optax import vectors
 from mechanic.optax.state import MechanicState
-from mechanic.options import Options
+from mechanic.options import REST, Options, refuse_unmatched
 
-REST = "rest"
-"""The scope of the arrays that no pattern matches."""
 ALL_FINITE = "mechanic_all_finite"
 """The argument of a scope's update that tells whether the gradients of all scopes are finite."""
 
@@ -69,6 +67,9 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
         )
 
     def init(params: Any) -> Any:
+        paths = jax.tree_util.tree_flatten_with_path(params)[0]
+        labels = set(jax.tree.leaves(name_scopes(params, options)))
+        refuse_unmatched(options, labels, [_path(path) for path, _ in paths])
         return parted(params).init(params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -106,10 +107,14 @@ def name_scopes(params: Any, options: Options) -> Any:
     """The scope of each array, by the name of its path: `"encoder.layers.0.kernel"`."""
 
     def name(path: Any, _: Any) -> str:
-        found = jax.tree_util.keystr(path, simple=True, separator=".")
+        found = _path(path)
         if options.scope == "tensor":
             return found
         pairs: Any = options.scope
         return next((own for own, pattern in pairs if fnmatchcase(found, pattern)), REST)
 
     return jax.tree_util.tree_map_with_path(name, params)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -9,6 +9,7 @@ everything else is computed where the compiler needs it, in the pass that writes
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from mechanic.optax import own_point, vectors
 from mechanic.optax.leaves import Leaves, gather
 from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_late
 from mechanic.optax.rates import find_rate, next_rates
-from mechanic.optax.scopes import ALL_FINITE, scoped
+from mechanic.optax.scoped import ALL_FINITE, scoped
 from mechanic.optax.state import Counts, MechanicState, Numbers, Rates, chosen, new_state
 from mechanic.options import Options, Preset
 
@@ -87,7 +88,7 @@ def mechanize(
     >>> bool(abs(params - 3).max() < 0.1), bool(scale(state) > 0)
     (True, True)
     """
-    _check(tx)
+    _check(tx, learning_rate)
     options = Options(
         preset=preset,
         s_init=s_init,
@@ -105,7 +106,9 @@ def mechanize(
             "as in scope={'text': 'text_encoder.*'}."
         )
     make = functools.partial(_transformation, tx, learning_rate)
-    return make(options) if options.scope == "all" else scoped(make, options)
+    made = make(options) if options.scope == "all" else scoped(make, options)
+    made.update._is_mechanized = True
+    return made
 
 
 def _transformation(
@@ -128,7 +131,7 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check(tx: Any) -> None:
+def _check(tx: Any, learning_rate: Any) -> None:
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
             f"tx must be an optax.GradientTransformation, got {tx!r}. "
@@ -138,6 +141,17 @@ def _check(tx: Any) -> None:
         raise ValueError(
             "mechanize takes a transformation, and optax.MultiSteps is a wrapper around one. "
             "Call optax.MultiSteps(mechanize(tx), every_k_schedule=...)."
+        )
+    if getattr(tx.update, "_is_mechanized", False):
+        raise ValueError(
+            "this transformation is mechanized already, and its scale would be tuned twice. Call "
+            "mechanize once."
+        )
+    is_rate = learning_rate is None or callable(learning_rate) or hasattr(learning_rate, "dtype")
+    if not is_rate and (type(learning_rate) is bool or not isinstance(learning_rate, Real)):
+        raise ValueError(
+            f"learning_rate must be the number or the schedule that tx was made with, got "
+            f"{learning_rate!r}. Leave it out if it is not known."
         )
 
 
@@ -202,7 +216,7 @@ def _step(
     after = MechanicState(
         base=chosen(finite, base_state, state.base) if options.skip_nonfinite else base_state,
         displacement=leaves.merged(stored, state.displacement),
-        numbers=chosen(finite, numbers, state.numbers),
+        numbers=numbers,
         counts=_counted(state.counts, finite, live),
         rates=chosen(finite, rates, state.rates),
         frozen=state.frozen,
@@ -305,6 +319,7 @@ def _tune(options: Options, ready: Ready, before: MechanicState) -> tuple[Number
         highest_rate=jnp.maximum(had.highest_rate, rate),
     )
     pull = jnp.where(takes_part, (scale * share - had.scale * had.share) * kept, 0.0)
+    numbers = chosen(ready.finite, numbers, had)
     # A compiler might compute the rule again for every array that it moves.
     settled: tuple[Numbers, Coefficients] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
         (numbers, Coefficients(pull, scale, 1 / share, kept))

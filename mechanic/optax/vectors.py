@@ -49,13 +49,15 @@ def new_displacement(leaf: Any, options: Options) -> Any:
     return jnp.zeros_like(leaf, dtype=dtype)
 
 
-def inner(a: Array, b: Array, dtype: Any) -> Array:
-    """⟨a, b⟩, of complex numbers as of pairs of real ones, in the dtype of the tuner's numbers."""
+def inner(a: Array, b: Array, dtype: Any, axis: tuple[int, ...] | None = None) -> Array:
+    """⟨a, b⟩, of complex numbers as of pairs of real ones, in the dtype of the tuner's numbers;
+    along some axes alone, where they are given."""
     a, b = a.astype(working_dtype(a.dtype)), b.astype(working_dtype(b.dtype))
     product = jnp.real(a) * jnp.real(b)
     if jnp.iscomplexobj(a) or jnp.iscomplexobj(b):
         product = product + jnp.imag(a) * jnp.imag(b)
-    return jnp.sum(product, dtype=jnp.promote_types(dtype, product.dtype)).astype(dtype)
+    wide = jnp.promote_types(dtype, product.dtype)
+    return jnp.sum(product, axis=axis, dtype=wide).astype(dtype)
 
 
 def square(a: Array, dtype: Any) -> Array:

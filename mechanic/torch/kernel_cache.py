@@ -13,10 +13,16 @@ class KernelCache:
         """What the replays of CUDA graphs read, and so must outlive the step"""
         self.listening: dict[Tensor, Any] = {}
         """The hooks on the parameters that tell when a gradient has arrived"""
+        self.newcomers: Any = None
+        """The parameters that are seen for the first time, until their first step is made
+        (`kernels.newcomers.Newcomers`)"""
         self.drop_plan()
 
     def drop_plan(self) -> None:
         """Have the kernels find everything anew."""
+        newcomers, self.newcomers = self.newcomers, None
+        if newcomers is not None:
+            newcomers.take_back()
         self.plan: Any = None
         """Where the kernels find everything (`kernels.plan.Plan`)"""
         self.arrivals: Any = None

@@ -19,7 +19,9 @@ from mechanic.torch.modes import has_modes
 
 if TYPE_CHECKING:
     from mechanic.torch.kernels.arrivals import Arrivals
+    from mechanic.torch.kernels.known import KnownBase
     from mechanic.torch.kernels.plan import Plan
+    from mechanic.torch.sharding import Ranks
 
 DEVICES = ("cuda",)
 """Where the kernels run. Triton's interpreter would run them on a CPU, for tests."""
@@ -78,7 +80,7 @@ def find_plan(call: Call) -> Found | None:
     captures = is_capturing(mechanism.home)
     if cache.plan is None and (captures or not works_on(mechanism.home)):
         return None
-    from mechanic.torch.kernels import known, plan
+    from mechanic.torch.kernels import known
 
     bases = known.find(optimizer, call.base_step)
     ranks = mechanism.find_ranks(optimizer)
@@ -94,9 +96,27 @@ def find_plan(call: Call) -> Found | None:
     if captures:
         return None  # there is nothing to make a plan with; the plain path is captured
     cache.drop_plan()
-    if is_alone:
+    try:
+        found = _make_plan(call, bases, ranks)
+    except BaseException:
+        cache.drop_plan()
+        raise
+    if found is None:
+        cache.drop_plan()
+    return found
+
+
+def _make_plan(call: Call, bases: "list[KnownBase] | None", ranks: "Ranks | None") -> Found | None:
+    """A new plan, and where the gradients lie. The parameters that are seen for the first time get
+    their state."""
+    from mechanic.torch.kernels import newcomers, plan
+
+    optimizer, mechanism, cache = call.optimizer, call.mechanism, call.mechanism.kernels
+    if ranks is None:
         listen(optimizer, mechanism)
-    is_arriving = is_alone and _sums_as_they_arrive(optimizer, mechanism)
+    is_arriving = ranks is None and _sums_as_they_arrive(optimizer, mechanism)
+    if bases is not None:
+        cache.newcomers = newcomers.meet(optimizer, bases, mechanism.options)
     cache.plan = new = plan.make(optimizer, bases, mechanism.home, ranks, is_arriving=is_arriving)
     if new is None:
         return None

@@ -1,6 +1,7 @@
 """The bases whose step is computed together with Mechanic's, in one pass.
 
-Their state is their own, made by their own first step: a checkpoint does not know who computed it.
+Their state is their own, as their own first step would make it: a checkpoint does not know who
+computed it.
 """
 
 import math

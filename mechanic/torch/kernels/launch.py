@@ -38,6 +38,8 @@ class Inputs(NamedTuple):
     """The norm that gradients are clipped to"""
     has_risen: Tensor
     """Whether a learning rate has risen so much that ‖u‖² is measured"""
+    news: Tensor | None
+    """‖x‖² of the parameters that are seen for the first time, and their number"""
     copies: dict[torch.dtype, Tensor]
     """A copy of all parameters of a dtype, where the base runs by itself"""
 
@@ -162,11 +164,11 @@ def tell(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, asks: bool) -> Non
     _launch(
         plan,
         scalar_passes.tell,
-        (asks, *map(_alignment, scaler)),
+        (asks, *map(_alignment, (*scaler, inputs.news))),
         1,
         (
             *(_parts_of(plan), mechanism.scalars.packed),
-            *(layout.partials, layout.total, inputs.groups, count, *scaler),
+            *(layout.partials, layout.total, inputs.groups, count, *scaler, inputs.news),
         ),
         (
             *(triton.next_power_of_2(count), len(options.betas), tuner.reads_x(options)),
@@ -193,11 +195,12 @@ def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> N
     _launch(
         plan,
         scalar_passes.tune,
-        (with_u, mechanism.frozen, *map(_alignment, (*scaler, late[1]))),
+        (with_u, mechanism.frozen, *map(_alignment, (*scaler, late[1], inputs.news))),
         1,
         (
             *(mechanism.scalars.packed, mechanism.counts.packed),
-            *(layout.partials, layout.total, _parts_of(plan), *late, inputs.groups, count),
+            *(layout.partials, layout.total, _parts_of(plan), inputs.news, *late),
+            *(inputs.groups, count),
             *(groups.coefficients, groups.rates, plan.verdict, *scaler, inputs.max_norm),
             *(layout.table, inputs.grads, len(layout.entries), plan.biases),
         ),

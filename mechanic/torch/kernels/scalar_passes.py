@@ -116,7 +116,7 @@ def _has_live_group(settings, lr, inside):
 
 @triton.jit(do_not_specialize=["total", "count"])
 def tell(
-    message, packed, partials, total, groups, count, found_inf, grad_scale,
+    message, packed, partials, total, groups, count, found_inf, grad_scale, news,
     GROUPS: tl.constexpr, BETAS: tl.constexpr, WITH_X: tl.constexpr, WITH_GG: tl.constexpr,
     WITH_DD: tl.constexpr, ASKS: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +128,9 @@ def tell(
     is_live = _has_live_group(settings, lr, inside)
     zero = tl.full((), 0.0, tl.float64)
     dx, xx, gg, all_gg, dd, found = zero, zero, zero, zero, zero, zero
+    new_x1, new_d = zero, zero
+    if news is not None:
+        new_x1, new_d = tl.load(news), tl.load(news + 1)
     if WITH_X:
         dx, xx = _total(partials, DX, total) * share, _total(partials, XX, total)
     if WITH_GG:
@@ -143,8 +146,8 @@ def tell(
     tl.store(message + TOLD_ALL_GG, all_gg)
     tl.store(message + TOLD_XX, xx)
     tl.store(message + TOLD_DD, dd)
-    tl.store(message + NEW_X1, zero)  # a new parameter is not for the kernels
-    tl.store(message + NEW_D, zero)
+    tl.store(message + NEW_X1, new_x1)
+    tl.store(message + NEW_D, new_d)
     tl.store(message + LIVE, is_live.to(tl.float64))
     tl.store(message + FOUND_INF, found)
     tl.store(message + MEASURES, zero + ASKS)
@@ -265,11 +268,11 @@ def _is_finite(
 
 
 @triton.jit
-def _meet_new(packed, message, finite, lane, BETAS: tl.constexpr):
-    """Take note of the parameters that another process has seen for the first time."""
+def _meet_new(packed, news, is_met, lane, BETAS: tl.constexpr):
+    """Take note of the parameters that are seen for the first time."""
     x1, size = packed + _X1 * BETAS, packed + _SIZE * BETAS
-    next_x1 = tl.load(x1) + tl.where(finite, tl.load(message + NEW_X1), 0.0)
-    next_size = tl.load(size) + tl.where(finite, tl.load(message + NEW_D), 0.0)
+    next_x1 = tl.load(x1) + tl.where(is_met, tl.load(news), 0.0)
+    next_size = tl.load(size) + tl.where(is_met, tl.load(news + 1), 0.0)
     tl.debug_barrier()  # every warp has read before one of them writes, and the other way round
     tl.store(x1 + lane, next_x1, mask=lane < BETAS)
     tl.store(size + lane, next_size, mask=lane < BETAS)
@@ -320,7 +323,8 @@ def _write_moves(coefficients, group, inside, lr, unit, S, share, x_per_stored, 
 @triton.jit(do_not_specialize=["total", "count", "tensors"])
 def tune(
     packed, counts,
-    partials, total, message, late, has_risen, groups, count, coefficients, rates, verdict,
+    partials, total, message, news, late, has_risen,
+    groups, count, coefficients, rates, verdict,
     found_inf, grad_scale, max_norm, table, grads, tensors, biases,
     RULE: tl.constexpr, BETAS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
     SKIPS: tl.constexpr, WITH_X: tl.constexpr, WITH_U: tl.constexpr, BIASED: tl.constexpr,
@@ -343,9 +347,11 @@ def tune(
     finite = _is_finite(dg, packed, message, share, unit, found_inf, BETAS, SKIPS)
     if message is None:
         takes_part = (_has_live_group(settings, lr, inside) != 0) & finite
+        if news is not None:  # their state is made, even if this step is not
+            _meet_new(packed, news, finite | True, lane, BETAS)
     else:
         takes_part = (tl.load(message + LIVE) > 0.0) & finite
-        _meet_new(packed, message, finite, lane, BETAS)
+        _meet_new(packed, message + NEW_X1, finite, lane, BETAS)
     first_share = _first_share(share, counts, group, lr, unit, finite, GROUPS, CHOOSES)
     dg, dx, gg, xx, dd, uu = _read_sums(
         dg, partials, total, message, late, counts, has_risen, share, unscale, clip,

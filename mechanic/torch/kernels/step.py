@@ -17,14 +17,14 @@ from mechanic.torch.history import StepRates
 from mechanic.torch.kernels.dispatch import Found, find_plan
 from mechanic.torch.measure import Parts
 from mechanic.torch.rates import EFFECTIVE_LR, is_proportional
-from mechanic.torch.sharding import Message, begin_sum
+from mechanic.torch.sharding import Message, begin_sum, check_size
 
 if TYPE_CHECKING:
     from mechanic.torch.kernels.copies import PackedCopies
     from mechanic.torch.kernels.launch import Inputs
     from mechanic.torch.kernels.plan import Plan
 
-_LIVE, _MEASURES = map(Parts._fields.index, ("live", "measures_update"))
+_LIVE, _MEASURES, _NEW_D = map(Parts._fields.index, ("live", "measures_update", "new_d"))
 
 
 class Begun(NamedTuple):
@@ -43,7 +43,12 @@ def begin(call: Call) -> Begun | None:
         found = find_plan(call)
         if found is None:
             return None
-        begun = _launch_sums(call, found)
+        try:
+            begun = _launch_sums(call, found)
+        except BaseException:
+            if call.mechanism.kernels.newcomers is not None:
+                call.mechanism.kernels.drop_plan()
+            raise
         if begun is not None:
             return begun
         call.mechanism.kernels.drop_plan()
@@ -97,6 +102,9 @@ def _tell_others(
     with torch.no_grad(), plan.on_device():
         launch.tell(plan, call.mechanism, inputs, asks=rates.measures_update)
         numbers = begin_sum(message.ranks, message.parts)()
+        newcomers = call.mechanism.kernels.newcomers
+        if newcomers is not None:
+            check_size(int(numbers[_NEW_D]), newcomers.size)
         if call.mechanism.process_group is None:
             return inputs, rates
         plan.question.ask(numbers[_MEASURES] > 0)  # the processes of a group need not be alike
@@ -130,7 +138,7 @@ def _gather(
 ) -> "Inputs":
     from mechanic.torch.kernels.launch import Inputs
 
-    optimizer, groups = call.optimizer, plan.groups
+    optimizer, groups, newcomers = call.optimizer, plan.groups, call.mechanism.kernels.newcomers
     return Inputs(
         grads=plan.gradients.place(addresses, captured),
         groups=groups.place(optimizer, rates.rates, addresses, captured),
@@ -138,6 +146,7 @@ def _gather(
         found_inf=call.found_inf,
         max_norm=groups.max_norm(call.mechanism.options.max_grad_norm, captured),
         has_risen=groups.place_flag(rates.has_risen),
+        news=None if newcomers is None else newcomers.measure(plan.ranks, plan.device),
         copies={},
     )
 
@@ -145,6 +154,7 @@ def _gather(
 def finish(call: Call, begun: Begun) -> Any:
     """Make the step that has begun."""
     mechanism, plan, rates = call.mechanism, begun.plan, begun.rates
+    newcomers, mechanism.kernels.newcomers = mechanism.kernels.newcomers, None
     with torch.no_grad(), plan.on_device():
         copies = plan.copies
         result = _run_known(call, begun) if copies is None else _run_any(call, begun, copies)
@@ -155,6 +165,12 @@ def finish(call: Call, begun: Begun) -> Any:
         effective_lrs = plan.groups.effective_lrs
         for group, rate in zip(call.optimizer.param_groups, effective_lrs, strict=True):
             group[EFFECTIVE_LR] = rate
+        if newcomers is not None and plan.message is not None:
+            # Where a step is skipped, other processes may see their part of them anew.
+            plan.question.ask(plan.verdict[0])
+            if not plan.question.wait():
+                mechanism.kernels.drop_plan()
+                newcomers.take_back()
     return result
 
 
