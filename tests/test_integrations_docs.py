@@ -101,4 +101,4 @@ def test_loggers(place, setting, trained, tmp_path, monkeypatch):
 
 def test_a_class_by_its_name(setting):
     optimizer = run("A class by its name", **setting)["optimizer"]
-    assert tuner(optimizer)._mechanism.options.max_scale == 0.1
+    assert optimizer._options.max_scale == 0.1
