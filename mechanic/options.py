@@ -1,10 +1,13 @@
 """The options of a tuner: one frozen dataclass that checks its values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+
+REST = "rest"
+"""The scope of the parameters that no pattern matches."""
 
 Scope = Literal["all", "group", "tensor"] | tuple[tuple[str, str], ...]
 Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
@@ -158,4 +161,22 @@ def _checked_scope(scope: Any) -> Scope:
             "scope must be 'all', 'group', 'tensor' or a dict of names and patterns, got "
             f"{scope!r}. Write scope={{'text': 'text_encoder.*', 'unet': 'unet.*'}} for two scales."
         )
+    if REST in dict(pairs):
+        raise ValueError(
+            f"scope must not name a part {REST!r}, which is that of the parameters that no pattern "
+            f"matches; got {scope!r}."
+        )
     return pairs
+
+
+def refuse_unmatched(options: Options, scopes: Collection[str], names: list[str]) -> None:
+    """Refuse patterns that match none of the parameters of these names, or only such as an earlier
+    one matches."""
+    pairs = () if isinstance(options.scope, str) else options.scope
+    for scope, pattern in pairs:
+        if scope not in scopes:
+            known = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            raise ValueError(
+                f"scope: no parameter is left for {scope!r}, whose pattern is {pattern!r}. "
+                f"The names are {known}. Patterns are those of a shell: 'encoder.*', '*.bias'."
+            )

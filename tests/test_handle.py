@@ -100,8 +100,8 @@ def test_one_effective_lr_a_group() -> None:
         assert rate.shape == ()
         assert float(rate) == pytest.approx(scale * float(lr), rel=1e-6)
         assert torch.equal(group["effective_lr"], rate)
-    opt.param_groups[0]["lr"] = 3.0
-    assert float(tuner(opt).effective_lr[0]) == pytest.approx(3 * scale, rel=1e-6)
+    opt.param_groups[0]["lr"] = 3.0  # for the next step
+    assert float(tuner(opt).effective_lr[0]) == pytest.approx(scale, rel=1e-6)
 
 
 def test_effective_lrs_follow_a_schedule() -> None:
@@ -113,6 +113,8 @@ def test_effective_lrs_follow_a_schedule() -> None:
         expected = float(tuner(opt).scale) * 0.9**step
         assert float(opt.param_groups[0]["effective_lr"]) == pytest.approx(expected, rel=1e-6)
         scheduler.step()
+        assert float(tuner(opt).effective_lr[0]) == pytest.approx(expected, rel=1e-6)
+        assert float(tuner(opt).metrics()["effective_lr/0"]) == pytest.approx(expected, rel=1e-6)
     assert_moved(opt)
 
 

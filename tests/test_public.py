@@ -59,7 +59,17 @@ OPTAX_ALONE = {"learning_rate": None}
 COMMANDS = {
     "run": [
         *("--betas", "--dry-run", "--freeze-after", "--log", "--max-scale", "--no-skip-nonfinite"),
-        *("--nproc", "--only", "--plot", "--preset", "--quiet", "--s-decay", "--s-init", "--scope", "--skip"),
+        *(
+            "--nproc",
+            "--only",
+            "--plot",
+            "--preset",
+            "--quiet",
+            "--s-decay",
+            "--s-init",
+            "--scope",
+            "--skip",
+        ),
     ],
     "plot": ["--output", "-o"],
     "doctor": [],

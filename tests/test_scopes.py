@@ -516,3 +516,27 @@ def test_a_closure_that_is_asked_twice_is_refused():
     optimizer = mechanize(Twice(model.groups()), scope="group")
     with pytest.raises(ValueError, match="evaluates its closure several times"):
         optimizer.step(model.loss)
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [{"a": "nothing.*"}, {"a": "text.*", "b": "text.*"}, {"rest": "text.*"}],
+    ids=["none", "taken", "rest"],
+)
+def test_patterns_that_say_nothing_are_refused(scope):
+    plain = AdamW(Model().named_parameters(), lr=1.0)
+    before = [dict(group) for group in plain.param_groups]
+    with pytest.raises(ValueError, match=r"no parameter is left for|must not name a part 'rest'"):
+        mechanize(plain, scope=scope)
+    assert plain.param_groups == before
+
+
+def test_a_checkpoint_of_divided_groups_is_told_from_one_of_another_model():
+    model = Model()
+    tensors = mechanize(AdamW(model.named_parameters(), lr=1.0), scope="tensor")
+    train(model, tensors)
+    other = mechanize(AdamW(model.named_parameters(), lr=1.0))
+    with pytest.raises(
+        ValueError, match=r"other scopes: it has a scale for text.weight, .*for all"
+    ):
+        other.load_state_dict(tensors.state_dict())

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.handle import tuner
-from mechanic.torch.rates import EFFECTIVE_LR
 
 PREFIX = "mechanic"
 
@@ -55,7 +54,6 @@ def tensors(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, Tensor]:
         f"{prefix}/scale" if len(scopes) == 1 else f"{prefix}/scale/{scope}": own.scale
         for scope, own in scopes.items()
     }
-    for name, group, present in zip(names, groups, handle.effective_lr, strict=True):
-        # A schedule may have moved on since the step. A group added after it has no rate yet.
-        found[f"{prefix}/lr/{name}"] = group.get(EFFECTIVE_LR, present).clone()
+    for name, rate in zip(names, handle.effective_lr, strict=True):
+        found[f"{prefix}/lr/{name}"] = rate
     return found

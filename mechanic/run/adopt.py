@@ -234,10 +234,10 @@ def _parts_of(optimizer: Any) -> list[tuple[Any, str]]:
     from mechanic.torch.scopes import parts_of
 
     name = type(optimizer).__name__
-    parts = parts_of(optimizer) if is_mechanized(optimizer) else []
-    if len(parts) <= 1:
+    if not is_mechanized(optimizer):
         return [(optimizer, name)]
-    return [(part.optimizer, f"{name} {part.name}") for part in parts]
+    parts = parts_of(optimizer)
+    return [(one.optimizer, f"{name} {one.name}" if len(parts) > 1 else name) for one in parts]
 
 
 def _is_zero(optimizer: Any) -> bool:

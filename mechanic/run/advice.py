@@ -82,8 +82,10 @@ def analyze(history: History) -> Findings:
     )
 
 
-def why_nothing(histories: Sequence[History]) -> str:
+def why_nothing(histories: Sequence[History], *, has_failed: bool = False) -> str:
     """What to say of a run in which no optimizer took a step."""
+    if not histories and has_failed:
+        return "the script failed before it made a torch optimizer."
     if not histories:
         return "the script made no torch optimizer, so there was nothing to tune."
     return f"no optimizer took a step. The script made: {class_names(histories)}."

@@ -1,7 +1,6 @@
 """`mechanic doctor`: reads a log folder, and names what went wrong in the run, with the fix."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from mechanic.run.advice import Findings, analyze, why_nothing
 from mechanic.run.log import are_numbers, read
 from mechanic.run.rows import HistoryRow
 from mechanic.run.spool import History
-from mechanic.run.summary import WIDTH, count_steps, paste, warning_lines
+from mechanic.run.summary import count_steps, hint_lines, paste, warning_lines
 from mechanic.suggestion import RATES
 
 _TUNED = ("tuned", "own")
@@ -97,10 +96,6 @@ def _lines(history: History, found: Findings) -> list[str]:
         return [head, *(line for text in found.warnings for line in warning_lines(text))]
     if history.status not in _TUNED or found.scale is None:
         return [f"{head}, not tuned, so there is nothing to diagnose"]
-    hints = (line for text in found.hints for line in _hint(text))
+    hints = (line for text in found.hints for line in hint_lines(text))
     pasted = f"; to paste: {paste(found)}" if found.typed else ""
     return [f"{head}, healthy: nothing looks wrong{pasted}", *hints]
-
-
-def _hint(text: str) -> list[str]:
-    return textwrap.wrap(f"hint: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")

@@ -112,7 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--betas", metavar="β,β,…", help="the discounts of the tuners whose scales are added up"
     )
     tuner.add_argument("--max-scale", metavar="S", help="the largest scale allowed")
-    tuner.add_argument("--scope", help="one scale for all parameters, or for each group or tensor")
+    tuner.add_argument(
+        "--scope", metavar="SCOPE", help="what shares a scale: all parameters, each group or tensor"
+    )
     tuner.add_argument(
         "--no-skip-nonfinite",
         action="store_true",
@@ -230,6 +232,8 @@ def _tuner_options(options: argparse.Namespace) -> dict[str, Any]:
             values[name] = _number(given) if name not in ("preset", "betas") else given
     if options.betas is not None:
         values["betas"] = [_number(beta) for beta in options.betas.split(",")]
+    if options.scope not in (None, "all", "group", "tensor"):
+        raise ValueError(f"--scope must be all, group or tensor, got {options.scope!r}.")
     if options.no_skip_nonfinite:
         values["skip_nonfinite"] = False
     Options(**values)

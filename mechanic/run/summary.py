@@ -80,7 +80,7 @@ def as_text(
         process = f", process {history.process}" if several else ""
         lines += ["", *_optimizer_lines(history, analyze(history), process)]
     if not any(one.steps for one in histories) and not failures:
-        lines += warning_lines(why_nothing(histories))
+        lines += warning_lines(why_nothing(histories, has_failed=ending.code != 0))
     for pattern in ending.request.only:
         if not any(fnmatchcase(one.name, pattern) for one in histories):
             names = class_names(histories) or "none"
@@ -120,6 +120,8 @@ def _optimizer_lines(history: History, found: Findings, process: str) -> list[st
         )
     for warning in found.warnings:
         lines += warning_lines(warning)
+    if not found.warnings:
+        lines += [line for hint in found.hints for line in hint_lines(hint)]
     return lines
 
 
@@ -135,6 +137,11 @@ def count_steps(steps: int) -> str:
 def warning_lines(text: str) -> list[str]:
     """A warning, in lines for a terminal."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ! ", subsequent_indent="    ")
+
+
+def hint_lines(text: str) -> list[str]:
+    """A hint, in lines for a terminal."""
+    return textwrap.wrap(f"hint: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _distinct(typed: Sequence[float]) -> Iterable[tuple[float, str]]:

@@ -123,7 +123,7 @@ def _wrap(optimizer: Any, options: Options, process_group: Any) -> Any:
         return mechanized_class(optimizer, options, process_group)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"mechanize takes a torch.optim.Optimizer or a class of them, got {optimizer!r}. "
+            f"mechanize takes a torch.optim.Optimizer or a class of them, got {_named(optimizer)}. "
             "Write mechanize(torch.optim.AdamW(model.parameters(), lr=1.0))."
         )
     if zero.is_zero(optimizer):
@@ -133,6 +133,12 @@ def _wrap(optimizer: Any, options: Options, process_group: Any) -> Any:
         mechanism.carrier = zero.Carrier(optimizer, mechanism)
         return optimizer
     return _mechanize(optimizer, options, process_group)
+
+
+def _named(value: object) -> str:
+    """What was given, in a few words: a model may take pages."""
+    shown = repr(value)
+    return shown if len(shown) < 80 and "\n" not in shown else f"a {type(value).__name__}"
 
 
 def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
@@ -250,7 +256,8 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
 
 def _refuse_what_is_not_tuned(optimizer: Optimizer, options: Options) -> None:
     name = type(optimizer).__name__
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    inner = (getattr(optimizer, place, None) for place in ("optimizer", "_base_optimizer"))
+    if any(isinstance(one, Optimizer) for one in inner):
         raise ValueError(
             f"{name} wraps another optimizer, and a step of it need not be a step of that one. "
             "Mechanize the inner optimizer before it is wrapped."

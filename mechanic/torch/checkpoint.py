@@ -96,6 +96,7 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
     displacements: dict[Tensor, Tensor] = {}
 
     def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        _check_scopes(optimizer, state_dict["param_groups"])
         _check_groups(optimizer, state_dict)
         saved.update(_tuners_for(optimizer, state_dict["param_groups"]))
         state, found = _split_state(optimizer, state_dict)
@@ -138,20 +139,26 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
         after.remove()
 
 
+def _check_scopes(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    if not tuner_in(groups):
+        return
+    own, theirs = [
+        list(dict.fromkeys(group.get(SCOPE, "all") for group in some))
+        for some in (optimizer.param_groups, groups)
+    ]
+    if own != theirs:
+        raise ValueError(
+            f"the checkpoint was made with other scopes: it has a scale for {', '.join(theirs)}, "
+            f"and this optimizer for {', '.join(own)}. Nothing was loaded. Call mechanize with the "
+            "same scope= as in the run that made it."
+        )
+
+
 def _tuners_for(optimizer: Any, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The tuner that a checkpoint's groups hold for each part of an optimizer, checked."""
-    own = optimizer.param_groups
-    if tuner_in(groups):
-        scopes, theirs = [[group.get(SCOPE) for group in some] for some in (own, groups)]
-        if scopes != theirs:
-            raise ValueError(
-                f"the checkpoint was made with other scopes: those of its groups are {theirs}, and "
-                f"of this optimizer's {scopes} (None: one scale for all). Nothing was loaded. Call "
-                "mechanize with the same scope= as for the run that made it."
-            )
     found = {}
     for name, _, mechanism in parts_of(optimizer):
-        pairs = zip(groups, own, strict=True)
+        pairs = zip(groups, optimizer.param_groups, strict=True)
         mine = [theirs for theirs, group in pairs if group.get(SCOPE, name) == name]
         found[name] = tuner_in(mine)
         check_tuner(mechanism, found[name])

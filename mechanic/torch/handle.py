@@ -15,7 +15,7 @@ from mechanic.torch.call import Call
 from mechanic.torch.detach import detach
 from mechanic.torch.mechanism import MECHANISM, Mechanism
 from mechanic.torch.observation import observe
-from mechanic.torch.rates import effective_lrs
+from mechanic.torch.rates import EFFECTIVE_LR, effective_lrs
 from mechanic.torch.scalars import Numbers
 from mechanic.torch.scopes import Part, parts_of
 from mechanic.torch.sharding import agree
@@ -30,8 +30,9 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
-    while not is_mechanized(optimizer):  # a trainer's wrapper, or ZeroRedundancyOptimizer
-        inner = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
+    names = ("optimizer", "optim", "_base_optimizer")
+    while not is_mechanized(optimizer):  # a trainer's wrapper, ZeRO's, or timm's Lookahead
+        inner = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
         if inner is None:
             break
         optimizer = inner
@@ -62,6 +63,12 @@ class Tuner:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
 
+    def __repr__(self) -> str:
+        steps = [int(part.mechanism.counts.read().steps) for part in self._parts]
+        scales = {name: f"{float(own.scale):.3g}" for name, own in self.scopes.items()}
+        shown = ", ".join(scales.values() if len(scales) == 1 else map(": ".join, scales.items()))
+        return f"Tuner(scale={shown}, steps={max(steps)})"
+
     @property
     def _parts(self) -> list[Part]:
         if getattr(self._optimizer, MECHANISM, None) is None:
@@ -84,10 +91,14 @@ class Tuner:
 
     @property
     def effective_lr(self) -> list[Tensor]:
-        """The learning rate in force in each group: the scale times the group's lr."""
-        return self._for_each_group(
+        """The learning rate that was in force in each group in the last step: the scale times the
+        group's lr. A schedule may have moved on since."""
+        present = self._for_each_group(
             lambda part: effective_lrs(part.mechanism.scale, part.optimizer.param_groups)
         )
+        groups = self._optimizer.param_groups
+        pairs = zip(groups, present, strict=True)  # a group that was added has no rate yet
+        return [group.get(EFFECTIVE_LR, rate).clone() for group, rate in pairs]
 
     def _for_each_group(self, of_part: Callable[[Part], Iterable[T]]) -> list[T]:
         """What there is for the groups of each part, in the order of all groups."""

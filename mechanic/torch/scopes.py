@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mechanic.options import Options
+from mechanic.options import REST, Options, refuse_unmatched
 from mechanic.torch import vectors
 from mechanic.torch.mechanism import MECHANISM, Mechanism
 from mechanic.torch.sharding import Ranks, ranks_of
@@ -21,8 +21,6 @@ from mechanic.torch.twin import OWN
 
 SCOPE = "mechanic_scope"
 """The key of a scope's name in `param_groups`."""
-REST = "rest"
-"""The scope of the parameters that no pattern matches."""
 
 
 class Part(NamedTuple):
@@ -89,13 +87,19 @@ def name_scopes(optimizer: Any, options: Options) -> None:
     if all(SCOPE in group for group in groups):
         return
     named = [own for place, group in enumerate(groups) for own in _divide(group, place, options)]
+    if not any(SCOPE in group for group in groups):  # what joins later need not match all
+        names = [name for group in groups for name in group.get("param_names", ())]
+        refuse_unmatched(options, {group[SCOPE] for group in named}, names)
     if len(named) > len(groups) and any("initial_lr" in group for group in groups):
         raise ValueError(
             f"scope={_typed(options.scope)!r} divides the groups of this optimizer, and its "
             "scheduler has been made for the groups that it had. Call mechanize before the "
             "scheduler is made."
         )
-    optimizer.param_groups[:] = named
+    if len(named) > len(groups):
+        groups[:] = named
+    for group, own in zip(groups, named, strict=True):
+        group[SCOPE] = own[SCOPE]
 
 
 def _divide(group: dict[str, Any], place: int, options: Options) -> Iterator[dict[str, Any]]:
@@ -104,8 +108,7 @@ def _divide(group: dict[str, Any], place: int, options: Options) -> Iterator[dic
         return
     scopes = list(_scopes_in(group, place, options))
     if len(set(scopes)) <= 1:
-        group[SCOPE] = scopes[0] if scopes else str(place)
-        yield group
+        yield {**group, SCOPE: scopes[0] if scopes else str(place)}
         return
     for scope in dict.fromkeys(scopes):
         chosen = [own == scope for own in scopes]
