@@ -26,7 +26,9 @@ HEAD = 32  # width of an attention head
 def tasks(data: Data) -> list[Task]:
     """One model on the chosen corpus."""
     name = data.corpus_name()
-    missing = not_installed("optax") and 'optax is not installed: pip install "mechanic[optax]".'
+    missing = (
+        not_installed("optax") and 'optax is not installed: pip install ".[optax]" in a checkout.'
+    )
     return [
         Task(
             "jax",
