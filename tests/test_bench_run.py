@@ -133,6 +133,12 @@ def test_runs_goes_on_and_stops(whole: Whole, tmp_path: Path, capsys) -> None:
     assert len(lines) == len(set(lines)) == LRS + 4  # each result as it comes, once
     assert bench(*whole.options, "--jobs", "1", storage=url) == 0
     assert "train loss" not in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_second_seed_is_added_to_the_first(whole: Whole, tmp_path: Path, capsys) -> None:
+    shutil.copy(whole.url.removeprefix("sqlite:///"), tmp_path / "bench.db")
+    url = f"sqlite:///{tmp_path}/bench.db"
     assert bench(*whole.options, "--seeds", "2", "--jobs", "1", storage=url) == 0
     assert capsys.readouterr().err.count("train loss") == LRS + 4
     assert len(load(url)) == 2 * LRS + 8

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from sklearn.metrics import matthews_corrcoef
 
 from mechanic.bench.data import Data
@@ -73,7 +74,9 @@ def test_tasks_build_and_are_measured(suite: str, data: Data) -> None:
         assert all(p.grad is not None for p in problem.parameters()), task.name  # a tuner sees all
 
 
-@pytest.mark.parametrize("suite", IN_TORCH)
+@pytest.mark.parametrize(
+    "suite", [case(one, name=one, by_day=one not in ("vision", "gan")) for one in IN_TORCH]
+)
 def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
     tasks = distinct(SUITES[suite](data))
     # The suites that vary one model are told by their ends.

@@ -82,7 +82,7 @@ def run_scoped(rank, engine):
     optimizer = mechanize(
         torch.optim.AdamW(model.parameters(), lr=1.0), scope="tensor", max_grad_norm=0.5
     )
-    for step in range(STEPS):
+    for step in range(HALF + 2):
         optimizer.zero_grad()
         loss_of(model, step, part, parts).backward()
         if step == HALF and rank == 0:
@@ -95,7 +95,10 @@ def run_scoped(rank, engine):
     return [full(param) for param in model.parameters()], handle.scale.tolist()
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "tensor", "beside"])
+@pytest.mark.parametrize(
+    "engine",
+    ["beside", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("fsdp", "tensor"))],
+)
 def test_several_scales_over_processes(pools, engine):
     weights, scales = run_scoped(0, None)
     for found, found_scales in pools[2].run(run_scoped, engine):

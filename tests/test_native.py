@@ -258,7 +258,7 @@ def test_the_number_of_threads_changes_nothing(monkeypatch):
         assert same_bits(one, big_run(threads)), threads
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")  # beside the threads of JAX, too
 def test_it_goes_on_in_a_process_that_was_forked(monkeypatch):
     monkeypatch.setattr(native, "_GRAIN", 1000)
     optimizer = big_run(3)

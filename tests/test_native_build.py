@@ -197,7 +197,7 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(folder):
     assert len(kept(folder)) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")  # beside the threads of JAX, too
 def test_several_processes_compile_the_same_at_once(folder):
     """Each finds a whole library, and one is left."""
     children = []

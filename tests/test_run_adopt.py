@@ -284,6 +284,7 @@ def test_what_mechanize_refuses_stays_plain_and_is_told(tmp_path: Path) -> None:
     assert "was replaced on the instance" in " ".join(run.stderr.split())
 
 
+@pytest.mark.nightly
 def test_any_error_of_mechanize_leaves_the_script_plain_and_is_told(tmp_path: Path) -> None:
     """Also one that nobody has foreseen."""
     write(

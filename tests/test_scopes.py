@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from cases import case
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -79,8 +80,14 @@ def are_equal(a, b):
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("preset", ["default", "paper", "mechanic-pytorch"])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "preset"),
+    [
+        case(base, preset, name=f"{base}-{preset}", by_day=preset == "default" or base == "adamw")
+        for base in BASES
+        for preset in ("default", "paper", "mechanic-pytorch")
+    ],
+)
 def test_scopes_are_as_optimizers_of_their_own(base, preset):
     one, two = Model(), Model()
     scoped = mechanize(BASES[base](one.groups()), scope="group", preset=preset)
