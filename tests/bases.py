@@ -148,8 +148,8 @@ def supporting(*flags: str) -> list[Base]:
 # One of each kind. The tests at night (`make test-all`) run over its relatives too, and everywhere
 # over AdamW8bit, which is slow: by day it is there where its state is copied, saved or put back.
 KINDS = (
-    *("Adafactor", "Adagrad", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "Rprop", "SGD"),
-    *("SGD-momentum", "SparseAdam", "Lion", "ScheduleFree-AdamW"),
+    *("Adafactor", "Adagrad", "AdamW", "ASGD", "LBFGS", "Muon", "SGD", "SGD-momentum"),
+    *("SparseAdam", "Lion", "ScheduleFree-AdamW"),
 )
 
 

@@ -423,10 +423,9 @@ def test_a_process_that_is_killed_while_it_saves(tmp_path):
     assert is_same == "True"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
-@pytest.mark.parametrize(
-    "count", [1, pytest.param(12, marks=pytest.mark.nightly)], ids="{} kills".format
-)
+@pytest.mark.parametrize("count", [1, 12], ids="{} kills".format)
 def test_a_log_whose_run_is_killed_can_be_drawn(tmp_path, count, capsys):
     """At moments of chance: every line of the log but the last is whole."""
     body = "model = make_model()\ntrain(model, torch.optim.AdamW(model.parameters()), steps=10**6)"

@@ -51,7 +51,8 @@ def run(base, lr: float, *, tuned: bool, steps: int = 200):
     return problem, optimizer
 
 
-@pytest.mark.parametrize("base", [BASES[0], case(BASES[1], name="SGDScheduleFree", by_day=False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("base", BASES)
 def test_the_averaged_weights_are_as_good_as_a_sweep_at_any_lr(base):
     sweep = [run(base, 10.0**k, tuned=False)[0].loss() for k in range(-3, 2)]
     tuned = {lr: run(base, lr, tuned=True) for lr in (1e-2, 1.0, 1e2)}

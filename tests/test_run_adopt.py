@@ -310,6 +310,7 @@ def test_any_error_of_mechanize_leaves_the_script_plain_and_is_told(tmp_path: Pa
     assert "TypeError: no attributes of others here" in " ".join(run.stderr.split())
 
 
+@pytest.mark.nightly
 def test_an_optimizer_without_a_learning_rate_of_its_own(tmp_path: Path) -> None:
     """Its group has lr=None (transformers' Adafactor), and what is learned is told all the same."""
     write(

@@ -355,6 +355,7 @@ def test_one_that_goes_on_from_a_checkpoint_is_not_said_never_to_have_grown(
     assert rows[1][0]["scale"] > 0.5 * rows[0][-1]["scale"] > 0
 
 
+@pytest.mark.nightly
 def test_a_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()

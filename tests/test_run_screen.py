@@ -101,6 +101,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_the_line_lives_with_tqdm_and_a_resize_and_leaves_no_trace(folder: Path) -> None:
     terminal = Terminal(folder, "--log", "log", "train.py")
 
