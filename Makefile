@@ -5,7 +5,7 @@ TORCH := torch==2.13.0
 # The oldest torch that pyproject.toml allows, and the torchao of its time.
 OLDEST := torch==2.6.0 torchao==0.13.0
 BIN := .venv/bin
-PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadfile
 
 .PHONY: demo bench test test-all test-oldest check docs figures release-check step-cost soak audit clean
 
