@@ -88,7 +88,10 @@ def test_a_seed_settles_a_run(suite: str, data: Data) -> None:
         assert not torch.equal(batch, another), task.name
 
 
-@pytest.mark.parametrize("suite", [suite for suite in IN_TORCH if suite not in VARIATIONS])
+@pytest.mark.parametrize(
+    "suite",
+    [case(one, name=one, by_day=one != "vision") for one in IN_TORCH if one not in VARIATIONS],
+)
 def test_a_batch_can_be_learned(suite: str, data: Data) -> None:
     for task in distinct(SUITES[suite](data)):
         problem = task.build(setting(data))

@@ -237,6 +237,7 @@ def test_a_run_without_a_step_is_no_healthy_one(
     assert said in flat(capsys.readouterr().out)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_only_watched_has_nothing_to_diagnose(tmp_path: Path, capsys) -> None:
     write(tmp_path, "model = make_model(); train(model, torch.optim.SGD(model.parameters(), 0.1))")
     assert call(tmp_path, "--dry-run", "--log", "log", "train.py").returncode == 0
