@@ -257,7 +257,7 @@ def test_nothing_is_written_over_in_a_real_terminal(tmux: Tmux) -> None:
     tmux.type("clear; seq -f 'before %g' 6", "Enter")
     tmux.read(has("before 6"))
     tmux.type(" ".join(map(shlex.quote, [*MECHANIC, "run", "train.py"])), "Enter")
-    rows = tmux.read(has("script 0", "step 2"))
+    rows = tmux.read(has("script 0", "AdamW  step 2", "SGD  step 2"))
     assert [row for row in rows if row.startswith("before")] == [f"before {i}" for i in range(1, 7)]
     assert place(rows, "before 6") < place(rows, "script 0")
     # both optimizers, whole, in the last of 80 columns
