@@ -2,6 +2,9 @@
 
     make soak                                   # an hour
     python benchmarks/soak.py --minutes 5 --output FILE.md
+    python benchmarks/soak.py --steps 1000000
+
+Each base runs in a process of its own, side by side.
 
 A fault comes in one step of fifty: a gradient with a NaN or an inf, one that is 1,000 times as
 large, an exception or a Ctrl-C as the step begins, another learning rate, a checkpoint that is
@@ -23,9 +26,12 @@ import io
 import platform
 import random
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +187,7 @@ class Result(NamedTuple):
     """How often the displacement began anew"""
     drift: float
     grown: int
+    is_deterministic: bool
 
 
 def memory() -> int:
@@ -189,15 +196,16 @@ def memory() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def soak(base: str, seconds: float) -> Result:
-    """Run for so long."""
+def soak(base: str, seconds: float, steps: int) -> Result:
+    """Run for so long, or for so many steps, whichever ends first."""
+    torch.set_num_threads(1)
     run, began, before = Run(base, seed=0), time.monotonic(), 0
-    while (passed := time.monotonic() - began) < seconds:
+    while (passed := time.monotonic() - began) < seconds and run.steps < steps:
         run.step()
-        if not before and passed > seconds / 10:
+        if not before and (passed > seconds / 10 or run.steps > steps / 10):
             before = memory()
-    faults = sum(run.faults.values())
-    return Result(run.steps, faults, run.forgotten, run.drift(), memory() - before)
+    faults, grown = sum(run.faults.values()), memory() - before
+    return Result(run.steps, faults, run.forgotten, run.drift(), grown, is_deterministic(base))
 
 
 def is_deterministic(base: str) -> bool:
@@ -212,18 +220,21 @@ def is_deterministic(base: str) -> bool:
 
 
 def main() -> None:
-    """Soak each base for its share of the time, and say what was found."""
+    """Soak each base, and say what was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, help="how long to train: 60")
+    length.add_argument("--steps", type=int, help="how many steps to train instead")
     parser.add_argument("--output", help="write the table there, too")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
+    minutes = float("inf") if asked.steps else asked.minutes or 60.0
     lines = [
         "# Long runs with faults",
         "",
-        f"- command: `python benchmarks/soak.py --minutes {asked.minutes:g}`",
-        f"- hardware: {platform.machine()}, 1 thread; Python {platform.python_version()}, "
-        f"torch {torch.__version__}",
+        "- command: `python benchmarks/soak.py "
+        + (f"--steps {asked.steps}`" if asked.steps else f"--minutes {minutes:g}`"),
+        f"- hardware: {platform.machine()}, 1 thread for each base; "
+        f"Python {platform.python_version()}, torch {torch.__version__}",
         f"- date: {datetime.date.today()}; seed 0, and seed 1 for the comparison of two runs",
         f"- faults: {', '.join(FAULTS)}",
         "",
@@ -231,8 +242,13 @@ def main() -> None:
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     failed = False
-    for base in BASES:
-        found, same = soak(base, 60 * asked.minutes / len(BASES)), is_deterministic(base)
+    with ProcessPoolExecutor(len(BASES), get_context("spawn")) as pool:
+        results = [
+            pool.submit(soak, base, 60 * minutes, asked.steps or sys.maxsize) for base in BASES
+        ]
+    for base, result in zip(BASES, results, strict=True):
+        found = result.result()
+        same = found.is_deterministic
         failed = failed or found.drift > DRIFT or found.grown > GROWTH or not same
         lines.append(
             f"| {base} | {found.steps:,} | {found.faults:,} | {found.forgotten} "
