@@ -122,21 +122,22 @@ def extreme_steps(name: str, size: float, *, all_of_them: bool) -> Iterator[Run]
 )
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["one step", "all steps"])
 @each_base
-def test_finite_gradients_of_any_size_leave_everything_finite(name, size, all_of_them, request):
+def test_finite_gradients_of_any_size_leave_everything_finite(name, size, all_of_them):
     """Denormal ones and those whose squares overflow. No step is skipped, none makes a NaN."""
     if name in ("SGD", "momentum") and all_of_them and size == 1e-45:
-        request.applymarker(pytest.mark.xfail(reason="steps are skipped"))
+        pytest.skip("the scale that they need is above float32's largest number; see below")
     for run in extreme_steps(name, size, all_of_them=all_of_them):
         assert all(value.isfinite().all() for value in run.all())
     assert skipped(run.opt) == 0
 
 
 @pytest.mark.filterwarnings("ignore:mechanic. ")
+@pytest.mark.parametrize("size", [1e38, 1e-45])
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["one step", "all steps"])
 @each_base
-def test_gradients_that_no_base_can_square_leave_the_weights_finite(name, all_of_them):
-    """At 2e38 the steps may be skipped, which a warning tells."""
-    for run in extreme_steps(name, 1e38, all_of_them=all_of_them):
+def test_gradients_at_the_ends_of_float32_leave_the_weights_finite(name, size, all_of_them):
+    """The largest and the smallest: their steps may be skipped, which a warning tells."""
+    for run in extreme_steps(name, size, all_of_them=all_of_them):
         assert all(param.isfinite().all() for param in run.params)
         assert math.isfinite(tuner(run.opt).scale)
 
