@@ -14,17 +14,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from mechanic.bench.record import Run
-from mechanic.bench.report import words
-from mechanic.bench.score import (
-    Comparison,
-    ScoreRow,
-    compare,
-    duels,
-    final_losses,
-    ranks,
-    summarize,
-)
+try:
+    from mechanic.bench.record import Run
+    from mechanic.bench.report import words
+    from mechanic.bench.score import (
+        Comparison,
+        ScoreRow,
+        compare,
+        duels,
+        final_losses,
+        ranks,
+        summarize,
+    )
+except ModuleNotFoundError as error:
+    fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+    raise SystemExit(f"benchmarks/report.py needs {error.name}: {fix}") from None
 
 RESULTS = Path(__file__).with_name("results")
 FOLDERS = ("convex_cpu", "short_h200", "dropout_scaling_h200")

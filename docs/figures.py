@@ -2,7 +2,8 @@
 
     make figures    # a minute on one core
 
-All of them train the network of examples/digits.py on scikit-learn's handwritten digits.
+All of them train the network of examples/digits.py on scikit-learn's handwritten digits. They are
+narrow, with large letters, so that they can be read on a phone too.
 """
 
 import io
@@ -28,6 +29,7 @@ from mechanic.torch import mechanize, tuner
 FOLDER = Path(__file__).parent / "images"
 STEPS = 250
 COLOURS = 128  # enough for lines and letters
+WIDTH = 6.0  # inches; the letters are 12 points, which is 10 pixels on a phone of 390
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 
 Shape = Callable[[int], float]
@@ -85,7 +87,7 @@ def draw_ramp(figure: Figure) -> None:
     above.axvspan(0, end, color=BLUE, alpha=0.08)
     above.text(end / 2, max(run.scales) * 1.3, "ramp", ha="center", va="bottom")
     above.legend(["scale S", "step against Δ: S falls"], loc="lower right", frameon=False)
-    above.set(yscale="log", ylabel="scale (= lr, at a typed lr of 1)")
+    above.set(yscale="log", ylabel="scale S = lr")
     above.set_ylim(top=max(run.scales) * 4)
     below.plot(steps, run.losses[:shown], color="0.3")
     below.set(xlabel="step", ylabel="loss")
@@ -93,17 +95,18 @@ def draw_ramp(figure: Figure) -> None:
 
 def draw_schedules(figure: Figure) -> None:
     """S under three schedules: it answers what the schedule does, and keeps its shape."""
-    axes = figure.subplots(2, 3, sharex=True, sharey="row")
-    for column, (name, shape) in enumerate(SCHEDULES.items()):
-        run, (above, below) = train(shape), (axes[0, column], axes[1, column])
-        above.plot(run.scales, color=BLUE)
-        below.plot([s * lr for s, lr in zip(run.scales, run.shape, strict=True)], color=GREEN)
-        below.plot([0.01 * lr for lr in run.shape], color="0.6", linestyle="--")
-        above.set(title=f"{name}\nloss at the end {sum(run.losses[-15:]) / 15:.2f}", yscale="log")
-        below.set(xlabel="step", yscale="log", ylim=(1e-5, 1))
-    axes[0, 0].set_ylabel("scale S")
-    axes[1, 0].set_ylabel("lr in force: S × schedule")
-    axes[1, 0].legend(["lr in force", "0.01 × schedule"], loc="lower right", frameon=False)
+    axes = figure.subplots(3, 1, sharex=True, sharey=True)
+    for ax, (name, shape) in zip(axes, SCHEDULES.items(), strict=True):
+        run = train(shape)
+        in_force = [s * lr for s, lr in zip(run.scales, run.shape, strict=True)]
+        ax.plot(run.scales, color=BLUE, label="scale S", linewidth=4)
+        ax.plot(in_force, color=GREEN, label="lr in force, S × schedule")
+        ax.plot([0.01 * lr for lr in run.shape], "--", color="0.6", label="0.01 × schedule")
+        end = sum(run.losses[-15:]) / 15
+        ax.set_title(f"{name}: loss at the end {end:.2f}", fontsize="medium")
+        ax.set(yscale="log", ylim=(1e-5, 2))
+    axes[-1].set_xlabel("step")
+    axes[0].legend(loc="lower right", frameon=False)
 
 
 def draw_experts(figure: Figure) -> None:
@@ -117,12 +120,36 @@ def draw_experts(figure: Figure) -> None:
     ax.legend(frameon=False, loc="center right")
 
 
+def draw_demo(figure: Figure) -> None:
+    """Where each run of AdamW in the demo ends, by the lr that was typed."""
+    result, ax = digits.compare(STEPS, seed=0)["AdamW"], figure.subplots()
+    guessing, best = digits.GUESSING, result.best()
+    ax.axhline(guessing, color="0.6", linewidth=1)
+    ax.text(1e4, guessing * 1.07, "guessing", color="0.4", ha="right")
+    typed = [run.typed for run in result.sweep]
+    ends = [min(run.train_loss, digits.TOP) for run in result.sweep]
+    ax.plot(typed, ends, "o-", color=ORANGE, linewidth=2, markersize=7)
+    ax.text(3, 0.75, "AdamW: nine runs,\nthe best at 0.01", color=ORANGE, va="center")
+    ax.plot(best.typed, best.train_loss, "*", color=ORANGE, markersize=18)
+    ours = [run.train_loss for run in result.mechanic]
+    ax.plot(digits.TYPED, ours, "D-", color=BLUE, linewidth=3, markersize=9)
+    ax.text(
+        1, 1.12 * ours[1], "AdamW with Mechanic: three runs", color=BLUE, va="bottom", ha="center"
+    )
+    ax.set(xscale="log", xlabel="typed learning rate", yscale="log", ylabel="train loss at the end")
+    ax.set_xticks([10.0**power for power in range(-4, 5, 2)])
+    ax.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    ax.minorticks_off()
+    ax.set_ylim(0.1, 3.3)
+    print(digits.verdict("AdamW", result))
+
+
 def save(name: str, figure: Figure) -> None:
     """Save a figure in the folder of the docs."""
     for ax in figure.axes:
         tidy(ax)
     buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, bbox_inches="tight", pad_inches=0.15)
+    figure.savefig(buffer, dpi=160, bbox_inches="tight", pad_inches=0.15)
     shrink(Image.open(buffer), FOLDER / name)
 
 
@@ -138,30 +165,21 @@ def shrink(image: Image.Image, path: Path) -> None:
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 
-def draw_demo() -> None:
-    """The part of the demo's plot that has AdamW, by the demo's own code."""
-    results = digits.compare(STEPS, seed=0)
-    path = FOLDER / "demo.png"
-    with rc_context({"font.size": 12}):
-        digits.save_plot({"AdamW": results["AdamW"]}, path)
-    shrink(Image.open(path), path)
-
-
 def main() -> None:
     """Draw all figures."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     FOLDER.mkdir(exist_ok=True)
-    with rc_context({"font.size": 11}):
-        for name, draw, size in (
-            ("ramp.png", draw_ramp, (8, 5)),
-            ("schedules.png", draw_schedules, (11, 5.5)),
-            ("experts.png", draw_experts, (8, 4.5)),
+    with rc_context({"font.size": 12}):
+        for name, draw, height in (
+            ("ramp.png", draw_ramp, 4.5),
+            ("schedules.png", draw_schedules, 7),
+            ("experts.png", draw_experts, 4.5),
+            ("demo.png", draw_demo, 4),
         ):
-            figure = Figure(figsize=size, layout="constrained")
+            figure = Figure(figsize=(WIDTH, height), layout="constrained")
             draw(figure)
             save(name, figure)
-    draw_demo()
 
 
 if __name__ == "__main__":

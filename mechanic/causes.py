@@ -16,12 +16,17 @@ _EXPLODED = 1e7  # from `tuner.START` on: a step moves the weights by 1,000 time
 _AT_CAP = 0.9  # of the cap: there, the scale goes up and down a little
 _RARE = 0.02  # of the steps: so many may be skipped
 
-NO_GRADIENT = (
-    "the scale stayed at 0: no step had a gradient. Either the optimizer does not hold the model's "
-    "parameters (make it after the model is built, copied or moved, from model.parameters()), or "
-    "nothing fills their gradients before step(): look at loss.backward(), requires_grad and "
-    "zero_grad()."
+_WITHOUT_GRADIENT = (
+    "Either the optimizer does not hold the model's parameters (make it after the model is built, "
+    "copied or moved, from model.parameters()), or nothing fills their gradients before step(): "
+    "look at loss.backward(), requires_grad and zero_grad()."
 )
+NO_GRADIENT = f"the scale stayed at 0: no step had a gradient. {_WITHOUT_GRADIENT}"
+NO_STEP = (
+    "nothing to say yet: no step was taken, or none that had a gradient. If step() was called, "
+    f"gradients are missing. {_WITHOUT_GRADIENT}"
+)
+"""Of a tuner, which does not know whether `step()` was called without gradients."""
 ZERO_GRADIENT = (
     "nothing was learned: every gradient was exactly 0. The loss does not depend on the "
     "parameters: look for detach() or no_grad() in the model, a loss that is multiplied by 0, or "

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,19 @@ def looks_of(comparison: Comparison) -> Any:
 def test_no_runs_are_no_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mechanic bench convex"):
         write_report([], tmp_path)
+
+
+def test_the_script_of_the_committed_runs_says_what_it_needs() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "report.py"
+    hiding = (
+        "import runpy, sys\n"
+        "sys.modules['matplotlib'] = None\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", hiding], capture_output=True, text=True)
+    assert done.returncode == 1
+    fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+    assert done.stderr == f"benchmarks/report.py needs matplotlib: {fix}\n"
 
 
 def test_every_row_has_its_figure(folder: Path) -> None:

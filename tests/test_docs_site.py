@@ -1,4 +1,5 @@
-"""The site: it builds without a warning, its links lead somewhere, and it asks for no network."""
+"""The site: it builds without a warning, its links lead somewhere, it asks for no network, and
+nothing on it is cut off."""
 
 import shutil
 import subprocess
@@ -6,10 +7,14 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = next(
@@ -90,8 +95,8 @@ def leaves(nav: object) -> Iterator[str]:
             yield from leaves(part)
 
 
-@pytest.mark.nightly
-def test_search_works_from_the_disk_without_a_network(site: Path) -> None:
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     from playwright.sync_api import sync_playwright
@@ -99,16 +104,40 @@ def test_search_works_from_the_disk_without_a_network(site: Path) -> None:
     with sync_playwright() as playwright:
         quiet = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=quiet)
-        page = browser.new_context(offline=True).new_page()
-        wrong: list[str] = []
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: r.url.startswith("file:") or wrong.append(r.url))
-        page.goto((site / "index.html").as_uri())
-        field = page.locator("input.md-search__input")
-        field.click()
-        field.press_sequentially("accumulation", delay=20)
-        page.locator(".md-search-result__item").first.wait_for(timeout=20_000)
-        assert "matching document" in page.locator(".md-search-result__meta").inner_text()
-        assert wrong == []
+        yield browser
         browser.close()
+
+
+@pytest.mark.nightly
+def test_search_works_from_the_disk_without_a_network(site: Path, browser: "Browser") -> None:
+    page = browser.new_context(offline=True).new_page()
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda r: r.url.startswith("file:") or wrong.append(r.url))
+    page.goto((site / "index.html").as_uri())
+    field = page.locator("input.md-search__input")
+    field.click()
+    field.press_sequentially("accumulation", delay=20)
+    page.locator(".md-search-result__item").first.wait_for(timeout=20_000)
+    assert "matching document" in page.locator(".md-search-result__meta").inner_text()
+    assert wrong == []
+
+
+WIDER_THAN_ITS_PLACE = """all => all.filter(one => one.scrollWidth > one.clientWidth)
+    .map(one => one.innerText.slice(0, 200))"""
+
+
+@pytest.mark.nightly
+def test_nothing_is_cut_off(site: Path, pages: dict[Path, Page], browser: "Browser") -> None:
+    """Code and tables fit on a laptop. On a phone they may be moved sideways, and no page is."""
+    laptop = browser.new_page(viewport={"width": 1280, "height": 800})
+    phone = browser.new_page(viewport={"width": 390, "height": 800})
+    for path in pages:
+        laptop.goto(path.as_uri())
+        is_written_by_hand = path.parent == site.resolve()  # not a report of many methods
+        for kind in ("pre code", *[".md-typeset__scrollwrap"] * is_written_by_hand):
+            found = laptop.locator(kind).evaluate_all(WIDER_THAN_ITS_PLACE)
+            assert found == [], f"{path.name}: {found}"
+        phone.goto(path.as_uri())
+        assert phone.evaluate("document.documentElement.scrollWidth") == 390, path.name

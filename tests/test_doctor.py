@@ -272,6 +272,20 @@ def test_a_damaged_log_is_judged_by_what_is_left_of_it(
     assert "Strangers: 40 steps" in doctor.diagnose(doctor.load(tmp_path))[0]
 
 
+def test_a_log_without_the_mean_of_the_scale_has_no_lr_to_paste(tmp_path: Path, capsys) -> None:
+    rates = {"lr": 0.1, "initial_lr": None, "max_lr": None}
+    about = {"class": "SGD", "status": "tuned", "reason": "", "max_scale": None, "groups": [rates]}
+    lines: list[dict[str, Any]] = [{"event": "optimizer", "optimizer": "SGD", **about}]
+    for step in range(1, 101):
+        scale = 1e-4 * 2 ** min(step, 10)
+        numbers = {"scale": scale, "effective_lr": [0.1 * scale], "lr": [0.1]}
+        lines.append({"step": step, "optimizer": "SGD", **numbers})
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert main(["doctor", str(tmp_path)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "SGD: 100 steps, healthy: nothing looks wrong"
+
+
 # -- The handle ------------------------------------------------------------------------------------
 
 
@@ -317,7 +331,7 @@ def test_a_healthy_tuner_says_so(name: str) -> None:
 @pytest.mark.parametrize(
     ("said", "settings"),
     [
-        ("the scale stayed at 0: no step had a gradient", {"steps": 0}),
+        ("nothing to say yet: no step was taken, or none that had a gradient", {"steps": 0}),
         ("nothing was learned: every gradient was exactly 0", {"factor": lambda _: 0.0}),
         ("the weights did not move: the lr was 0 in every step", {"lr": 0.0}),
         ("only 20 steps: too few", {"steps": 20}),

@@ -162,3 +162,28 @@ def test_help_imports_no_framework(words: list[str]) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stderr.strip() == "[]"
     assert run.stdout.startswith("usage: mechanic")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent", "said"),
+    [
+        ("mechanic.torch", "torch", "mechanic.torch needs torch: pip install torch"),
+        ("mechanic.torch.optim", "torch", "mechanic.torch needs torch: pip install torch"),
+        ("mechanic.optax", "jax", "mechanic.optax needs jax: pip install jax optax"),
+        ("mechanic.optax", "optax", "mechanic.optax needs optax: pip install jax optax"),
+    ],
+)
+def test_what_a_module_needs_is_named(module: str, absent: str, said: str) -> None:
+    script = f"""
+import importlib
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name == {absent!r} else find(name, *rest)
+try:
+    importlib.import_module({module!r})
+except ModuleNotFoundError as error:
+    print(error, error.name, sep="\\n")
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout.splitlines() == [said, absent], run.stderr

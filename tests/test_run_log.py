@@ -191,9 +191,9 @@ def test_a_mistake_is_one_line_and_exit_2_and_starts_nothing(
     ("absent", "arguments", "said"),
     [
         ("torch", ["run", "train.py"], "needs torch: pip install torch"),
-        ("tensorboard", ["run", "--log", "x", "train.py"], "--log needs tensorboard: pip install"),
         ("matplotlib", ["run", "--plot", "x.png", "train.py"], "--plot needs matplotlib: pip"),
         ("matplotlib", ["plot", "x"], "needs matplotlib: pip install"),
+        ("optuna rich", ["bench", "--list"], 'needs optuna, rich: pip install ".[torch,bench]"'),
         ("optuna rich numpy tensorboard matplotlib", ["run", "train.py"], ""),
     ],
 )
@@ -201,6 +201,17 @@ def test_what_is_not_installed_is_named_before_the_start(
     absent: str, arguments: list[str], said: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "open('started', 'w')", training=False)
+
+    run = call_without(absent, tmp_path, *arguments)
+
+    assert said in run.stderr
+    assert len(run.stderr.splitlines()) == 1 or not said
+    assert run.returncode == (2 if said else 0)
+    assert (tmp_path / "started").exists() == (not said)
+
+
+def call_without(absent: str, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command line where some packages are not installed."""
     hiding = f"""
         import importlib.util, sys
         from mechanic.cli import main
@@ -209,13 +220,17 @@ def test_what_is_not_installed_is_named_before_the_start(
         importlib.util.find_spec = lambda name: None if name in hidden else find(name)
         sys.exit(main(sys.argv[1:]))
         """
-    write(tmp_path, hiding, name="hiding.py", training=False)
+    write(folder, hiding, name="hiding.py", training=False)
+    return call(folder, "hiding.py", *arguments, python=True)
 
-    run = call(tmp_path, "hiding.py", *arguments, python=True)
 
-    assert said in run.stderr
-    assert run.returncode == (2 if said else 0)
-    assert (tmp_path / "started").exists() == (not said)
+def test_a_log_is_written_without_tensorboard_too(tmp_path: Path) -> None:
+    write(tmp_path, "model = make_model(); train(model, torch.optim.SGD(model.parameters()))")
+    run = call_without("tensorboard", tmp_path, "run", "--log", "x", "train.py")
+    assert run.returncode == 0, run.stderr
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"history.jsonl", "summary.json"}
+    assert len(Logged(tmp_path / "x").of("SGD")) == 30
+    assert "hint: for TensorBoard's events in the log: pip install tensorboard\n" in run.stderr
 
 
 def test_the_supervisor_needs_no_torch(tmp_path: Path) -> None:

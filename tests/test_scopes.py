@@ -111,7 +111,11 @@ def test_each_tensor_may_have_a_scale():
     assert are_equal(one, two)
     assert list(tuner(scoped).scopes) == [name for name, _ in one.named_parameters()]
     nameless = mechanize(AdamW(Model().parameters(), lr=1.0), scope="tensor")
-    assert list(tuner(nameless).scopes) == ["0.0", "0.1", "0.2", "0.3"]
+    assert list(tuner(nameless).scopes) == [f"group0.tensor{i}" for i in range(4)]
+    in_groups = mechanize(AdamW(Model().groups(), lr=1.0), scope="tensor")
+    assert list(tuner(in_groups).scopes) == [
+        f"{name}.tensor{i}" for name in ("text", "unet") for i in range(2)
+    ]
 
 
 def test_patterns_choose_parameters_and_the_rest_has_a_scope():

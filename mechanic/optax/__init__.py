@@ -1,17 +1,25 @@
 """Mechanic for optax: `mechanize` tunes a transformation, and the readers look into its state."""
 
-from mechanic.optax.readers import (
-    effective_learning_rate,
-    eval_params,
-    freeze,
-    metrics,
-    scale,
-    suggest_lr,
-    unfreeze,
-)
-from mechanic.optax.scoped import scopes
-from mechanic.optax.state import MechanicState
-from mechanic.optax.transform import mechanize
+try:
+    from mechanic.optax.readers import (
+        effective_learning_rate,
+        eval_params,
+        freeze,
+        metrics,
+        scale,
+        suggest_lr,
+        unfreeze,
+    )
+    from mechanic.optax.scoped import scopes
+    from mechanic.optax.state import MechanicState
+    from mechanic.optax.transform import mechanize
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
+    fix = "pip install jax optax"
+    raise ModuleNotFoundError(
+        f"mechanic.optax needs {error.name}: {fix}", name=error.name
+    ) from None
 
 __all__ = [
     "MechanicState",

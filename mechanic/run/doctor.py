@@ -97,5 +97,5 @@ def _lines(history: History, found: Findings) -> list[str]:
     if history.status not in _TUNED or found.scale is None:
         return [f"{head}, not tuned, so there is nothing to diagnose"]
     hints = (line for text in found.hints for line in hint_lines(text))
-    pasted = f"; to paste: {paste(found)}" if found.typed else ""
+    pasted = f"; to paste: {paste(found)}" if found.suggested else ""
     return [f"{head}, healthy: nothing looks wrong{pasted}", *hints]

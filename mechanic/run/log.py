@@ -1,8 +1,10 @@
-"""The log folder: history.jsonl and TensorBoard events while the script runs, then summary.json.
+"""The log folder: history.jsonl while the script runs, events for TensorBoard where that is
+installed, and at the end summary.json.
 
 `read` reads the history again.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -27,14 +29,14 @@ class Log:
         """Why the log is incomplete; empty if it is not."""
         folder.mkdir(parents=True)
         self._history = open(folder / HISTORY, "wb", buffering=0)  # noqa: SIM115 - closed by close
-        self._events = _TensorBoardEvents(folder)
+        self._events = _TensorBoardEvents(folder) if has_tensorboard() else None
         self._write([{"event": "start", **start}])
 
     def add(self, history: History, events: list[dict[str, Any]], rows: list[HistoryRow]) -> None:
         """Write the new events and rows of an optimizer."""
         lines = [_event_line(history, event) for event in events]
         self._write([*lines, *(_row_line(history, row) for row in rows)])
-        if rows and not self.problem:
+        if self._events and rows and not self.problem:
             try:
                 self._events.add(history, rows)
             except OSError as error:
@@ -48,7 +50,8 @@ class Log:
                 text = json.dumps(finite_or_none(end), indent=2, allow_nan=False)
                 (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
             self._history.close()
-            self._events.close()
+            if self._events:
+                self._events.close()
         except OSError as error:
             self._stop(error)
 
@@ -63,6 +66,11 @@ class Log:
 
     def _stop(self, error: OSError) -> None:
         self.problem = self.problem or f"{self.folder} could not be written to the end: {error}"
+
+
+def has_tensorboard() -> bool:
+    """Whether the log has events for TensorBoard too."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 class _TensorBoardEvents:

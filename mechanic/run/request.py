@@ -99,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log",
         type=Path,
         metavar="FOLDER",
-        help="write the history to this new folder, as JSON lines and TensorBoard events",
+        help="write the history to this new folder, as JSON lines and, where tensorboard is "
+        "installed, as its events",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the history at the end (png, svg or pdf)")
     add("--quiet", action="store_true", help="show no status line and no summary")
@@ -192,8 +193,6 @@ def _check_module(given: list[str]) -> None:
 
 def _check_packages(options: argparse.Namespace) -> None:
     needed = {"": "torch"}
-    if options.log:
-        needed[" --log"] = "tensorboard"
     if options.plot:
         needed[" --plot"] = "matplotlib"
     for option, package in needed.items():

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mechanic.run.advice import Findings, Spread, analyze, class_names, why_nothing
+from mechanic.run.log import has_tensorboard
 from mechanic.run.request import RunRequest
 from mechanic.run.spool import History
 
@@ -91,6 +92,8 @@ def as_text(
         lines += warning_lines(text)
     if ending.request.log:
         lines += ["", f"log: {ending.request.log}"]
+        if not has_tensorboard():
+            lines += hint_lines("for TensorBoard's events in the log: pip install tensorboard")
     return "\n".join(lines) + "\n"
 
 

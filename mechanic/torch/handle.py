@@ -30,8 +30,8 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
-    names = ("optimizer", "optim", "_base_optimizer")
-    while not is_mechanized(optimizer):  # a trainer's wrapper, ZeRO's, or timm's Lookahead
+    names = ("optimizer", "optim", "base_optimizer", "_base_optimizer")
+    while not is_mechanized(optimizer):  # a trainer's wrapper, ZeRO's, SAM, a Lookahead
         inner = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
         if inner is None:
             break
@@ -206,9 +206,8 @@ class Tuner:
         >>> import torch
         >>> from mechanic.torch import mechanize, tuner
         >>> optimizer = mechanize(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
-        >>> optimizer.step()
         >>> print(tuner(optimizer).diagnose())
-        the scale stayed at 0: no step had a gradient. Either ...
+        nothing to say yet: no step was taken, or none that had a gradient. If step() ...
         """
         parts, lines = self._parts, []
         for name, _, mechanism in parts:
@@ -238,7 +237,7 @@ def _causes(mechanism: Mechanism) -> Iterator[str]:
         yield causes.of_skips(skips)
     if not updates:
         if not skips.steps:
-            yield causes.NO_GRADIENT
+            yield causes.NO_STEP
         elif steps:
             yield causes.ZERO_LR
     elif updates > 1 and not had_signal(state):

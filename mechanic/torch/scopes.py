@@ -128,7 +128,8 @@ def _scopes_in(group: dict[str, Any], place: int, options: Options) -> Iterator[
     if scope == "group":
         yield from [str(group.get("name", place))] * count
     elif scope == "tensor":
-        yield from names or (f"{group.get('name', place)}.{i}" for i in range(count))
+        whole = group.get("name", f"group{place}")
+        yield from names or (f"{whole}.tensor{i}" for i in range(count))
     elif names is None:
         raise ValueError(
             f"scope={_typed(scope)!r} goes by the names of the parameters, which this "
