@@ -2,6 +2,8 @@
 LearningRateMonitor's readers look, and a run that was interrupted ends as one that was not."""
 
 import csv
+import importlib
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -214,13 +216,28 @@ def test_precision_plugins(tmp_path, precision):
 
 
 @pytest.mark.nightly
-def test_the_other_package_of_lightning(tmp_path):
-    """`pytorch_lightning` has classes of its own, and takes the callback of `lightning`."""
+@pytest.mark.parametrize("imported", ["alone", "with lightning"])
+def test_the_other_package_of_lightning(tmp_path, monkeypatch, imported):
+    """`pytorch_lightning` has classes of its own. A script that imports it alone gets a callback
+    of its own; with both packages it is the callback of `lightning`."""
     other = pytest.importorskip("pytorch_lightning")
+    if imported == "alone":
+        for name in ("lightning.pytorch", "mechanic.integrations.lightning"):
+            monkeypatch.delitem(sys.modules, name)
+    elif version(other) < (2, 6, 1):
+        pytest.skip("its Trainer refuses callbacks of the other package")
+    callback = importlib.import_module("mechanic.integrations.lightning").MechanicCallback
+    package = other if imported == "alone" else lightning.pytorch
+    assert issubclass(callback, package.callbacks.LearningRateMonitor)
     module = fresh(automatic(other))
-    fit(module, tmp_path, 3, package=other, logger=other.loggers.CSVLogger(tmp_path))
+    logger = other.loggers.CSVLogger(tmp_path)
+    fit(module, tmp_path, 3, package=other, logger=logger, callbacks=[callback()])
     scales = [scale for scale, _ in module.noted.values()]
     assert columns(tmp_path)["mechanic/scale"] == pytest.approx(scales, rel=1e-6)
+
+
+def version(package: Any) -> tuple[int, ...]:
+    return tuple(map(int, package.__version__.split(".")[:3]))
 
 
 @pytest.mark.nightly

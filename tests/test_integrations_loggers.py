@@ -62,7 +62,7 @@ def test_tensorboard(tmp_path):
 @pytest.mark.nightly
 def test_weights_and_biases(tmp_path):
     wandb = pytest.importorskip("wandb")
-    with wandb.init(mode="offline", dir=tmp_path) as run:
+    with wandb.init(mode="offline", dir=str(tmp_path)) as run:
         noted = train(lambda found, step: run.log(found, step=step))
     for name in noted:
         assert_same(wandb_history(tmp_path, name), noted[name])
@@ -76,8 +76,8 @@ def test_mlflow(tmp_path, store, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     path = tmp_path / "mlflow"
     uri = f"sqlite:///{path}.db" if store == "sqlite" else path.as_uri()
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment("tiny")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
     with mlflow.start_run():
         noted = train(lambda found, step: mlflow.log_metrics(found, step=step))
     for name in noted:

@@ -1,12 +1,17 @@
 """A callback for Lightning: the learned rate in all that its loggers get."""
 
+import sys
 from typing import Any
 
 from mechanic.integrations.logged import PREFIX, tensors
 from mechanic.torch.attach import is_mechanized
 from mechanic.torch.rates import EFFECTIVE_LR
 
+# A script that has imported `pytorch_lightning`, and not `lightning`, trains with the former, whose
+# Trainer takes callbacks of its own package alone before version 2.6.1.
 try:
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        raise ImportError
     from lightning.pytorch.callbacks import LearningRateMonitor
 except ImportError:
     try:
