@@ -54,10 +54,54 @@ CAUSES: tuple[Cause, ...] = (
         test="WithLocalTensor",
     ),
     Cause(
-        "the second rank is a process of its own that this script does not mechanize, so that the "
-        "two wait for each other; with both mechanized they train as one does",
+        "the test asks that sparse and dense gradients give the same weights over 1,800 steps; the "
+        "sparse ones are summed from two parts and round differently, and the learned lr steps "
+        "across the valley, which enlarges a rounding. Two dense runs of which one gradient was "
+        "rounded otherwise end as far apart (1e-2 with Adagrad), and in float64 sparse and dense "
+        "agree to 3e-7",
+        suite="test_optim",
+        test="test_rosenbrock_sparse_.*_Adagrad",
+        message="not close",
+    ),
+    Cause(
+        "as with Adagrad, for SGD: in float64 sparse and dense agree to 2e-7, where steps 130 to "
+        "175 enlarge a difference of 1e-15 to 4e-8; in float32 they are 1.1e-5 apart, and 5e-6 are "
+        "allowed",
+        suite="test_optim",
+        test="test_rosenbrock_sparse_.*_SGD",
+        message="not close",
+    ),
+    Cause(
+        "the second process has not started within the 30 s that the test waits for it; on a busy "
+        "machine it fails so without Mechanic, too",
         suite="pytorch_optimizer",
-        test="test_sharded_updates",
+        message="RuntimeError: Wait timeout",
+    ),
+    Cause(
+        "LOMO and AdaLOMO move the weights in the backward pass, where there is no step to tune; "
+        "Mechanic refuses them, and says so",
+        suite="pytorch_optimizer",
+        message="moves the weights in the backward pass",
+    ),
+    Cause(
+        "the base learns an lr itself, and the loss is to fall by a third in 5 to 30 steps while "
+        "both learn",
+        suite="pytorch_optimizer",
+        test="dadapt|prodigy",
+        message="Loss did not decrease enough",
+    ),
+    Cause(
+        "a base with a schedule and a look-ahead of its own, whose loss is to fall by a third or a "
+        "half in the 5 to 125 steps of that schedule",
+        suite="pytorch_optimizer",
+        test="ranger",
+        message="Loss did not decrease enough",
+    ),
+    Cause(
+        "the loss is to fall by a third or more in a few steps, 5 in most tests and at most 20, at "
+        "an lr that was chosen for that; a mechanized run starts with a small scale",
+        suite="pytorch_optimizer",
+        message=r"Loss did not decrease enough|assert [\d.]+ > \([\d.]+ \*",
     ),
     Cause(
         "the weights after one or a few steps are compared with the base's formula at the typed "

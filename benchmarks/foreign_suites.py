@@ -15,8 +15,10 @@ tests need `expecttest` and `parameterized`, which may lie in FOLDER/extra (`pip
 
 Each suite runs twice: with each class of optimizers replaced by `mechanize(class)` before a test
 sees it, and with each optimizer mechanized as soon as its constructor returns, as `mechanic run`
-does it. What fails is run as it is: what fails then, too, does not count. A failure is put down to
-the first cause of `foreign_causes.py` that fits its test and its message.
+does it. What fails is run as it is: what does not pass then, too, does not count. A failure is put
+down to the first cause of `foreign_causes.py` that fits its test and its message; and it is run
+once more by class with each scale held at 1, where the optimizer is to do what it does without
+Mechanic: what passes then fails for the size of the learned rate and for nothing else.
 """
 
 import argparse
@@ -42,9 +44,11 @@ from foreign_causes import CAUSES
 
 HERE = Path(__file__).parent
 WAYS = ("class", "instance")
-NAMED = 60  # so many tests of one cause are named
+NAMED = 20  # so many tests of one cause are named
 PACKAGES = "MECHANIC_FOREIGN_PACKAGES"
 NOTES = "MECHANIC_FOREIGN_NOTES"
+CHOSEN = "MECHANIC_FOREIGN_CHOSEN"
+HELD = "MECHANIC_FOREIGN_HELD"
 
 
 class Suite(NamedTuple):
@@ -94,6 +98,7 @@ class Outcome(NamedTuple):
     status: str
     """passed, failed or skipped"""
     message: str = ""
+    seconds: float = 0.0
 
 
 Outcomes = dict[str, Outcome]
@@ -120,6 +125,8 @@ def install() -> None:
     packages = os.environ[PACKAGES].split()
     for package in packages:
         importlib.import_module(package)
+    if HELD in os.environ:
+        _hold_scales()
     for name, module in list(sys.modules.items()):
         if name.startswith(tuple(packages)):
             _mechanize_classes(module)
@@ -143,7 +150,21 @@ def _mechanize_classes(module: Any) -> None:
 def _mechanized(cls: Any) -> Any:
     from mechanic.torch import mechanize
 
-    return mechanize(cls)
+    return mechanize(cls, s_init=1.0) if HELD in os.environ else mechanize(cls)
+
+
+def _hold_scales() -> None:
+    """Freeze each scale after its first step, which sets it to what it starts with."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from mechanic.torch import tuner
+    from mechanic.torch.attach import MechanizedType
+
+    def freeze(optimizer: Any, *_: Any) -> None:
+        if isinstance(type(optimizer), MechanizedType):
+            tuner(optimizer).freeze()
+
+    register_optimizer_step_post_hook(freeze)
 
 
 def _is_base(value: Any) -> bool:
@@ -156,8 +177,8 @@ def _is_base(value: Any) -> bool:
         return False
     if isinstance(value, MechanizedType) or inspect.isabstract(value):
         return False
-    first = next(iter(inspect.signature(value).parameters), "")
-    return "optimizer" not in first and not value.__name__.startswith("Base")
+    wraps = any("optimizer" in name for name in inspect.signature(value).parameters)
+    return not wraps and not value.__name__.startswith("Base")
 
 
 def pytest_configure() -> None:
@@ -184,15 +205,28 @@ def pytest_configure() -> None:
     OptimizerRegistry._tune = telling  # type: ignore[method-assign]
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leave out the tests that are not chosen. One that is chosen need not be there: some suites
+    take other tests for other classes."""
+    if CHOSEN in os.environ:
+        chosen = set(Path(os.environ[CHOSEN]).read_text(encoding="utf-8").splitlines())
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
 def pytest_runtest_logreport(report: Any) -> None:
-    """Note what has become of a test."""
-    if NOTES in os.environ and (report.when == "call" or report.outcome != "passed"):
-        _note("test", report.nodeid, report.outcome, report.longreprtext)
+    """Note what has become of a test. Where there are workers, they tell the process that started
+    them, and only that one notes it."""
+    if NOTES not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.when == "call" or report.outcome != "passed":
+        _note("test", report.nodeid, report.outcome, report.longreprtext, report.duration)
 
 
-def _note(*what: str) -> None:
-    with open(os.environ[NOTES], "a", encoding="utf-8") as file:
-        file.write(json.dumps(what) + "\n")
+def _note(*what: str | float) -> None:
+    """Append a line, as one write, for workers append to the same file."""
+    file = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND)
+    os.write(file, (json.dumps(what) + "\n").encode())
+    os.close(file)
 
 
 # What starts them.
@@ -204,7 +238,8 @@ def environment(way: str, suite: Suite, extra: Path, site: Path) -> dict[str, st
 
     path = [str(HERE), str(extra.resolve())]
     own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if way == "class":
+    own |= {HELD: "1"} if way == "held" else {}
+    if way in ("class", "held"):
         (site / "sitecustomize.py").write_text("import foreign_suites\nforeign_suites.install()\n")
         path.insert(0, str(site))
         own[PACKAGES] = " ".join({"torch.optim": 0, _importable(suite): 0})
@@ -218,27 +253,29 @@ def _importable(suite: Suite) -> str:
     return suite.package if suite.package == "pytorch_optimizer" else "torch.optim"
 
 
-def run(suite: Suite, way: str, folder: Path, limit: float, tests: Iterable[str] = ()) -> Run:
+def run(suite: Suite, way: str, asked: argparse.Namespace, tests: Iterable[str] = ()) -> Run:
     """Run a suite one way, or some tests of it. What is not done in time is not in the result."""
-    root = find(suite, folder)
+    root = find(suite, asked.folder)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         notes, chosen = scratch / "notes.jsonl", scratch / "tests.txt"
         notes.touch()
-        chosen.write_text("\n".join(tests or suite.files), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", f"@{chosen}", "-q", "--tb=short"]
-        command += ["-p", "foreign_suites", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        chosen.write_text("\n".join(tests), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", *suite.files, "-q", "--tb=short"]
+        command += ["-p", "foreign_suites", "-p", "no:cacheprovider"]
+        command += ["-n", str(asked.workers)] if asked.workers > 1 else ["-p", "no:xdist"]
         command += [
             f"--rootdir={root.resolve()}",
             f"--basetemp={scratch / 'temporary'}",
             *suite.arguments,
         ]
-        command += ["-k", suite.select] if suite.select and not tests else []
-        own = environment(way, suite, folder / "extra", scratch) | {NOTES: str(notes)}
+        command += ["-k", suite.select] if suite.select else []
+        own = environment(way, suite, asked.folder / "extra", scratch) | {NOTES: str(notes)}
+        own |= {CHOSEN: str(chosen)} if tests else {}
         began = time.monotonic()
-        said, code = _output(command, root, own, limit)
+        said, code = _output(command, root, own, asked.limit)
         found = read(notes, time.monotonic() - began, is_whole=code in (0, 1))
-    if not found.outcomes:
+    if not found.outcomes and not tests:
         raise SystemExit(f"{' '.join(command)} has run no test:\n{said[-3000:]}")
     return found
 
@@ -310,34 +347,47 @@ def failures(found: Run) -> list[str]:
     return [test for test, outcome in found.outcomes.items() if outcome.status == "failed"]
 
 
-def describe(name: str, runs: dict[str, Run], plain: Outcomes) -> tuple[list[str], list[str]]:
+def passes(outcomes: Outcomes) -> set[str]:
+    """The tests that pass."""
+    return {test for test, outcome in outcomes.items() if outcome.status == "passed"}
+
+
+def describe(
+    name: str, runs: dict[str, Run], plain: Outcomes, held: Outcomes
+) -> tuple[list[str], list[str]]:
     """The rows of the table, and the paragraphs about what fails."""
     rows, causes = [], []
     for way, found in runs.items():
-        unsound = {test for test, outcome in plain.items() if outcome.status != "passed"}
-        failed = [test for test in failures(found) if test not in unsound]
-        passed = sum(outcome.status == "passed" for outcome in found.outcomes.values())
+        failed = [test for test in failures(found) if test in passes(plain)]
+        passed = len(passes(found.outcomes))
         rows.append(
-            f"| {name} | {way} | {passed} of {passed + len(failed)}"
+            f"| {name} | {way} | {passed:,} of {passed + len(failed):,}"
             f"{'' if found.is_whole else ', cut short'} | {found.mechanized:,} "
             f"| {sum(found.refused.values())} | {found.seconds:.0f} s |"
         )
-        causes += _by_cause(name, way, {test: found.outcomes[test] for test in failed})
+        causes += _by_cause(name, way, {test: found.outcomes[test] for test in failed}, held)
         causes += [f"- {way}: left plain {n} times: {why}" for why, n in found.refused.items()]
     return rows, causes
 
 
-def _by_cause(suite: str, way: str, failed: Outcomes) -> list[str]:
+def _by_cause(suite: str, way: str, failed: Outcomes, held: Outcomes) -> list[str]:
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for test, outcome in sorted(failed.items()):
         groups[cause_of(suite, test, outcome.message) or "**not explained**"].append(test)
     lines = []
     for reason, tests in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"- {way}, {len(tests)}: {reason}")
+        lines.append(f"- {way}, {len(tests):,}: {reason}{_control(held, tests)}")
         lines += [f"  - `{test.split('::', 1)[-1]}`" for test in tests[:NAMED]]
         if len(tests) > NAMED:
-            lines.append(f"  - and {len(tests) - NAMED} more")
+            lines.append(f"  - and {len(tests) - NAMED:,} more")
     return lines
+
+
+def _control(held: Outcomes, tests: list[str]) -> str:
+    """How many of some tests pass with the scale held at 1."""
+    tried = {test: held[test] for test in tests if test in held}
+    passed = len(passes(tried))
+    return f" (with the scale held at 1, {passed:,} of {len(tried):,} pass)" if tried else ""
 
 
 def head(asked: argparse.Namespace) -> list[str]:
@@ -361,20 +411,27 @@ def head(asked: argparse.Namespace) -> list[str]:
     ]
 
 
-def _run_once(asked: argparse.Namespace, name: str, way: str) -> Run:
-    found = load(asked.kept, name, way) or run(SUITES[name], way, asked.folder, asked.limit)
-    keep(asked.kept, name, way, found)
-    return found
+def _run_whole(asked: argparse.Namespace, name: str) -> dict[str, Run]:
+    """A suite, run each way that is asked for, or that was kept."""
+    runs = {}
+    for way in asked.ways:
+        found = load(asked.kept, name, way)
+        if found is None and not asked.report:
+            found = run(SUITES[name], way, asked)
+            keep(asked.kept, name, way, found)
+        if found is not None:
+            runs[way] = found
+    return runs
 
 
-def _run_plain(asked: argparse.Namespace, name: str, tests: Iterable[str]) -> Outcomes:
-    """What becomes of some tests without Mechanic."""
-    kept = load(asked.kept, name, "plain") or Run({}, 0, {}, 0.0)
+def _run_some(asked: argparse.Namespace, name: str, way: str, tests: Iterable[str]) -> Outcomes:
+    """What becomes of some tests without Mechanic, or with every scale held at 1."""
+    kept = load(asked.kept, name, way) or Run({}, 0, {}, 0.0)
     missing = [test for test in tests if test not in kept.outcomes]
-    if missing:
-        found = run(SUITES[name], "plain", asked.folder, asked.limit, missing)
+    if missing and not asked.report:
+        found = run(SUITES[name], way, asked, missing)
         kept = kept._replace(outcomes={**kept.outcomes, **found.outcomes})
-        keep(asked.kept, name, "plain", kept)
+        keep(asked.kept, name, way, kept)
     return kept.outcomes
 
 
@@ -385,15 +442,19 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each run")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share a suite")
     parser.add_argument("--sources", default="not said", help="where the tests are from, in words")
     parser.add_argument("--output", type=Path, help="write the page there, too")
     parser.add_argument("--kept", type=Path, help="a JSON file of runs, which are not made again")
+    parser.add_argument("--report", action="store_true", help="only write what --kept has")
     asked = parser.parse_args()
     table, pages = [], []
     for name in asked.suites:
-        runs = {way: _run_once(asked, name, way) for way in asked.ways}
+        runs = _run_whole(asked, name)
         doubtful = sorted({test for found in runs.values() for test in failures(found)})
-        rows, causes = describe(name, runs, _run_plain(asked, name, doubtful))
+        plain = _run_some(asked, name, "plain", doubtful)
+        held = _run_some(asked, name, "held", [test for test in doubtful if test in passes(plain)])
+        rows, causes = describe(name, runs, plain, held)
         table += rows
         pages += ["", f"## {name}", "", *(causes or ["Nothing fails."])]
         print("\n".join([*rows, *causes]), flush=True)

@@ -31,7 +31,7 @@ from checkpoints import (
 )
 from comparing import DISPLACEMENT, PATIENCE, assert_same, bad_step, bits, skipped
 from running import environment
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
@@ -195,21 +195,33 @@ class NormalizedSGD(Optimizer):
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr})
 
+    def size_of(self, grad: Tensor) -> Tensor:
+        return grad.square().sum()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                state = self.state[param]
+                state, size = self.state[param], self.size_of(param.grad)
                 if not state:
-                    state.update({"exp_avg_sq": torch.zeros(()), "sum": 0.0, "prev": None})
-                state["exp_avg_sq"].lerp_(param.grad.square().sum(), 0.1)
-                param.sub_(param.grad / state["exp_avg_sq"].sqrt(), alpha=group["lr"])
+                    state.update({"exp_avg_sq": torch.zeros_like(size), "sum": 0.0, "prev": None})
+                state["exp_avg_sq"].lerp_(size, 0.1)
+                param.sub_(param.grad / (state["exp_avg_sq"].sqrt() + 1e-8), alpha=group["lr"])
 
 
-def test_a_base_whose_state_is_not_shaped_like_its_parameters_resumes():
+class NormalizedRowsSGD(NormalizedSGD):
+    """As AdamWSN's and Nero's, its entries have as many dimensions as the parameter, and one number
+    a row."""
+
+    def size_of(self, grad: Tensor) -> Tensor:
+        return grad.square().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("base", [NormalizedSGD, NormalizedRowsSGD])
+def test_a_base_whose_state_is_not_shaped_like_its_parameters_resumes(base):
     def make_it(seed: int) -> tuple[Optimizer, Problem]:
         problem = make_problem(seed=seed, hidden=16)
-        return mechanize(NormalizedSGD(problem.params)), problem
+        return mechanize(base(problem.params)), problem
 
     opt, problem = make_it(0)
     train(opt, problem, HALF)

@@ -573,6 +573,34 @@ def test_a_wrapper_is_refused() -> None:
     assert type(wrapper) is Accelerated
 
 
+class SharpnessAware(Optimizer):
+    """As SAM wraps one: it makes the inner optimizer itself, and shares its groups."""
+
+    def __init__(self, params: Any, base: Any, **kwargs: Any) -> None:
+        super().__init__(params, kwargs)
+        self.base_optimizer = base(self.param_groups, **kwargs)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
+def test_one_that_makes_the_optimizer_it_wraps_is_refused() -> None:
+    wrapper = SharpnessAware(make_problem().params, torch.optim.AdamW, lr=1.0)
+    with pytest.raises(ValueError, match=r"wraps another optimizer.*[Mm]echanize the inner"):
+        mechanize(wrapper)
+    assert type(wrapper) is SharpnessAware
+
+
+def test_the_tuner_of_what_a_wrapper_has_made() -> None:
+    wrapper = SharpnessAware(make_problem().params, mechanize(torch.optim.AdamW), lr=1.0)
+    for _ in range(20):
+        for param in wrapper.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        wrapper.step()
+    assert tuner(wrapper).scale > 0
+    assert tuner(wrapper).scale == tuner(wrapper.base_optimizer).scale
+
+
 def test_a_replaced_step_is_refused() -> None:
     problem = make_problem()
     opt = torch.optim.AdamW(problem.params, lr=0.01)

@@ -162,6 +162,19 @@ def test_attributes_of_parameters_and_of_the_optimizer():
     assert not hasattr(optimizer, "once")
 
 
+def test_a_mask_on_each_parameter_that_every_step_draws_anew():
+    class Masks(Odd):
+        def update(self, param: Any, group: Any) -> None:
+            param.mask = param.grad > 0 if hasattr(param, "mask") else param.grad < 0
+            super().update(param, group)
+
+    params, optimizer = make(Masks)
+    train(optimizer, params, 1)
+    assert all(torch.equal(param.mask, param.grad < 0) for param in params)
+    train(optimizer, params, 19)
+    assert all(torch.equal(param.mask, param.grad > 0) for param in params)
+
+
 def test_two_parameters_that_are_one_memory():
     shared = torch.zeros(4)
     one, two = Parameter(shared), Parameter(shared)

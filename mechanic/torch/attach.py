@@ -256,7 +256,8 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
 
 def _refuse_what_is_not_tuned(optimizer: Optimizer, options: Options) -> None:
     name = type(optimizer).__name__
-    inner = (getattr(optimizer, place, None) for place in ("optimizer", "_base_optimizer"))
+    places = ("optimizer", "base_optimizer", "_base_optimizer")
+    inner = (getattr(optimizer, place, None) for place in places)
     if any(isinstance(one, Optimizer) for one in inner):
         raise ValueError(
             f"{name} wraps another optimizer, and a step of it need not be a step of that one. "

@@ -38,8 +38,10 @@ _LARGEST = sys.float_info.max
 # and the share is divided by.
 _LEAST = {"signal": -math.inf, "r": -math.inf, "share": sys.float_info.min}
 
-# Entries of torch's optimizers (and Lion's) that have their parameter's shape.
+# Entries of torch's optimizers (and Lion's) that have their parameter's shape. Other packages keep
+# one number per row or a projection under the same names.
 _SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
+_SHAPED_IN = ("torch", "lion_pytorch")
 
 
 def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
@@ -325,10 +327,12 @@ def _check_displacement(
         )
 
 
-def _check_base_state(optimizer: Optimizer, key: Any, param: Tensor, state: Any) -> None:
+def _check_base_state(optimizer: Any, key: Any, param: Tensor, state: Any) -> None:
+    if type(optimizer)._base.__module__.split(".")[0] not in _SHAPED_IN:
+        return
     for entry in _SHAPED_LIKE_PARAMETER:
         saved = state.get(entry) if isinstance(state, dict) else None
-        # Some bases keep one number per row, or a single number.
+        # Some keep a single number.
         if isinstance(saved, Tensor) and saved.dim() == param.dim():
             _check_shape(optimizer, key, entry, saved, tuple(param.shape))
 

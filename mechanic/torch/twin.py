@@ -80,7 +80,7 @@ class Twin:
         for param, own in self.stand_ins.items():
             if own.grad is not param.grad:
                 param.grad = own.grad
-            if vars(own) and type(param) is Parameter and vars(param) != vars(own):
+            if vars(own) and type(param) is Parameter:
                 vars(param).update(vars(own))
 
     def _kept_stand_ins(self) -> set[str]:
