@@ -40,6 +40,7 @@ BACK = 0.5  # a further factor on the scale in the step that ends the ramp
 OUTLIER = 4.0  # so many times above recent falls the brake begins; at twice that it halves S
 SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the stake the scale changes less
+SAFE = 0.85  # up to this part of `top` a large cosine is taken for noise
 WRONG = 0.1  # Δ was wrong when the scale has fallen to this part of `top`
 THAW = 4.0  # the tuner's hesitation is divided by this when Δ was wrong
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
@@ -182,9 +183,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     hesitation = state.hesitation * discount
     ramp_speed = (1 + maximum(cosine, 0.0)) / 2
     step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
-    # Without noise cosines come close to 1, and a large one against Δ means divergence, however
-    # slow hesitation has made the tuner.
-    divergence = largest_cosine**2 * recent_part * cosine * cosine
+    divergence = recent_part * _divergence(cosine, largest_cosine, is_safe=state.top * SAFE > S)
     worth = xp.clip(_part(fall, stake) / LEAST, 0.0, 1.0)
     back = xp.where(is_ramp_over, 1.0, BACK)
     factor = _factor(c, worth, step, divergence, back)
@@ -259,6 +258,13 @@ def _factor(c: Array, worth: Array, step: Array, divergence: Array, back: Array)
     xp = namespace(c)
     fallen = back / (1 + worth * (step + divergence))
     return xp.where(c > 0, 1 + worth**2 * step, xp.where(c < 0, fallen, 1.0))
+
+
+def _divergence(cosine: Array, largest_cosine: Array, is_safe: Array) -> Array:
+    """How much a step against Δ looks like divergence. Without noise cosines come close to 1, and a
+    large one is to be met however slow hesitation has made the tuner. At a scale that the ramp went
+    through it is noise."""
+    return namespace(cosine).where(is_safe, 0.0, (largest_cosine * cosine) ** 2)
 
 
 def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:

@@ -152,7 +152,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if c > 0:
         factor = 1 + worth**2 * k * c
     elif c < 0:
-        divergence = recent_part * (cosine * largest_cosine) ** 2
+        divergence = recent_part * (cosine * largest_cosine) ** 2 * (top * 0.85 <= S)
         factor = (1.0 if is_ramp_over else 0.5) / (1 + worth * (k * -c + divergence))
     else:
         factor = 1.0

@@ -225,7 +225,7 @@ def scaled(clean, factor):
 
 
 @pytest.mark.parametrize(
-    ("problem", "base"), [("quadratic", "adamw"), ("quadratic", "lion"), ("wine", "adamw")]
+    ("problem", "base"), [("quadratic", "adamw"), ("wine", "lion"), ("wine", "adamw")]
 )
 def test_a_blow_up(problem, base):
     """One gradient is a thousand times as large and points away."""
@@ -253,7 +253,7 @@ def test_a_displacement_that_was_wrong_is_forgotten(problem, base, monkeypatch):
     trajectory = train(turned, base, torch.float64)
     expected = expect(turned, base, "default")
     assert 0 in kept
-    assert_same(trajectory, expected, TOLERANCE["default"])
+    assert_same(trajectory, expected, TOLERANCE["default"], growth=50)
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])

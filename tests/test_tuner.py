@@ -335,7 +335,7 @@ def test_the_first_step_against_the_displacement_ends_the_ramp():
     assert S[-2] / S[-3] == pytest.approx(0.5 / (1 + 0.2 / 2 + 0.01 / 4), rel=1e-12)
     much = S[-2] / (0.95 * S[-4])  # of the recent fall
     c = 0.2 * (1 - 0.01 * (1 - much))
-    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2 + much * 0.01 / 4), rel=1e-12)
+    assert S[-1] / S[-2] == pytest.approx(1 / (1 + c * 2 / 2.2), rel=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
@@ -350,14 +350,22 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
 
 
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
-def test_a_large_cosine_counts_against_the_scale_without_noise(largest):
-    """Cosines that come close to 1 are no noise. For the scale they count as others do."""
+@pytest.mark.parametrize("above", [True, False])
+def test_a_large_cosine_counts_against_a_scale_above_that_of_the_ramp(largest, above):
+    """Cosines that come close to 1 are no noise, unless the scale was safe in the ramp. For the
+    scale they count as others do."""
+    options = Options(betas=(1.0,))
     steps = [*[fixed(-1.0, largest)] * 8, fixed(1e-9, largest)]  # the ramp, and its end
-    last = run(Options(betas=(1.0,)), steps)[0][-1]
+    for _ in range(2 if above else 0):  # along Δ
+        last = run(options, steps)[0][-1]
+        steps.append(fixed(-0.9 * last.largest_change / last.s.sum(), largest))
+    last = run(options, steps)[0][-1]
+    assert (last.s.sum() > tuner.SAFE * last.top) == above
     h, k = last.recent_fall / last.s.sum(), speed(last.hesitation)
-    rise, fall = (sizes(Options(betas=(1.0,)), [*steps, fixed(g, largest)]) for g in (-h, h))
+    rise, fall = (sizes(options, [*steps, fixed(g, largest)]) for g in (-h, h))
     assert rise[-1] / rise[-2] == pytest.approx(1 + k, rel=1e-9)
-    assert fall[-2] / fall[-1] == pytest.approx(1 + k + largest**4, rel=1e-9)
+    divergence = largest**4 if above else 0.0
+    assert fall[-2] / fall[-1] == pytest.approx(1 + k + divergence, rel=1e-9)
 
 
 @pytest.mark.parametrize("along", [1, 4, 20])
@@ -452,7 +460,7 @@ def test_what_is_hardly_worth_it_changes_the_scale_less(part):
     much = part * tuner.LEAST * last.largest_change / last.recent_fall
     k = speed(last.hesitation) * (1 - 0.5**2 * (1 - much))
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * k, rel=1e-9)
-    assert fall[-2] / fall[-1] == pytest.approx(1 + part * (k + much * 0.5**4), rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + part * k, rel=1e-9)
 
 
 @light
