@@ -482,7 +482,7 @@ def run_stages_of_shards(rank):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     number = mesh["stage"].get_local_rank()
-    stage = torch.nn.Linear(5, 3)
+    stage = torch.nn.Linear(5, 3, dtype=torch.float64)
     with torch.no_grad():
         for index, param in enumerate(stage.parameters()):
             param.copy_(stage_values(number, index, param.shape))
@@ -500,7 +500,7 @@ def run_stages_of_shards(rank):
 
 def stage_values(number, index, shape):
     draw = torch.Generator().manual_seed(10 * number + index)
-    return torch.randn(shape, generator=draw)
+    return torch.randn(shape, generator=draw, dtype=torch.float64)  # 30 steps enlarge a rounding
 
 
 def test_stages_that_are_sharded_and_have_rates_of_their_own(pools):
