@@ -49,10 +49,10 @@ def test_these_are_the_examples_that_know_nothing_of_the_library():
 
 
 slow = pytest.mark.nightly
-BY_DAY = ("plain_loop",)
 
 
-@pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=slow) for n in QUICK])
+@slow
+@pytest.mark.parametrize("name", QUICK)
 def test_runs_unmodified_and_is_tuned(name: str, tmp_path: Path):
     run = call(tmp_path, "--log", "log", *arguments(name))
     assert run.returncode == 0, run.stderr

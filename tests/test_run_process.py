@@ -117,6 +117,7 @@ def test_no_death_loses_a_step(tmp_path: Path) -> None:
     assert log.of("AdamW")[-1]["scale"] > 2 * log.of("AdamW")[0]["scale"]
 
 
+@pytest.mark.nightly
 def test_workers_forked_and_spawned(tmp_path: Path) -> None:
     write(
         tmp_path,
