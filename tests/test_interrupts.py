@@ -169,6 +169,23 @@ def press_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
+def interrupted(
+    run: Run, act: Callable[[Any], object], moments: int, seed: int
+) -> Iterator[tuple[Run, str]]:
+    """Forks of a run in which Ctrl-C is pressed while their optimizer acts, each at a moment that
+    is drawn, and the moment in words."""
+    with interrupted_at(-1, press_ctrl_c) as count:
+        act(run.fork().optimizer)
+    for moment in random.Random(seed).sample(range(1, count[0] + 1), moments):
+        fresh = run.fork()
+        try:
+            with interrupted_at(moment, press_ctrl_c):
+                act(fresh.optimizer)
+        except KeyboardInterrupt:
+            pass
+        yield fresh, f"interrupted at {moment} of {count[0]}"
+
+
 # Python itself swallows what is raised while a generator is closed, and says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -180,21 +197,13 @@ def test_ctrl_c_at_any_moment_leaves_everything_before_or_after(name, moments, d
     """The weights, the displacements and the tuner are all before the step, or all after it."""
     run = trained(name, dtype=dtype)
     run.give_gradients()
-    with interrupted_at(-1, press_ctrl_c) as count:
-        run.fork().optimizer.step()
     before, after = run.everything(), run.after().everything()
     assert not are_equal(before[:4], after[:4])
     was_before = was_after = 0
-    for moment in random.Random(moments).sample(range(1, count[0] + 1), moments):
-        fresh = run.fork()
-        try:
-            with interrupted_at(moment, press_ctrl_c):
-                fresh.optimizer.step()
-        except KeyboardInterrupt:
-            pass
+    for fresh, moment in interrupted(run, lambda own: own.step(), moments, seed=moments):
         now = fresh.everything()
         is_before, is_after = are_equal(now, before), are_equal(now, after)
-        assert is_before or is_after, f"interrupted at {moment} of {count[0]}"
+        assert is_before or is_after, moment
         was_before += is_before
         was_after += is_after
         assert [group["lr"] for group in fresh.optimizer.param_groups] == [1.0]
@@ -207,21 +216,14 @@ def test_ctrl_c_at_any_moment_of_eval_leaves_the_mode_that_fits_the_weights():
     """Where it did not, the next `eval()` would move the weights once more."""
     run = trained("Schedule-Free")
     run.give_gradients()
-    with interrupted_at(-1, press_ctrl_c) as count:
-        evaluated = run.fork()
-        evaluated.optimizer.eval()
+    evaluated = run.fork()
+    evaluated.optimizer.eval()
     ends = {True: run.weights(), False: evaluated.weights()}
     assert not are_equal(*ends.values())
     seen = set()
-    for moment in random.Random(0).sample(range(1, count[0] + 1), 100):
-        fresh = run.fork()
-        try:
-            with interrupted_at(moment, press_ctrl_c):
-                fresh.optimizer.eval()
-        except KeyboardInterrupt:
-            pass
+    for fresh, moment in interrupted(run, lambda own: own.eval(), 100, seed=0):
         mode = fresh.optimizer.param_groups[0]["train_mode"]
-        assert are_equal(fresh.weights(), ends[mode]), f"interrupted at {moment} of {count[0]}"
+        assert are_equal(fresh.weights(), ends[mode]), moment
         seen.add(mode)
     assert seen == {True, False}
 

@@ -20,7 +20,7 @@ from checkpoints import everything, from_bytes, make, to_bytes
 from comparing import assert_same
 from lockstep import KNOWN, bits, same_bits
 from nativelock import FIRST, STEPS, Pair, native_steps, on_native
-from test_interrupts import are_equal, interrupted_at, press_ctrl_c
+from test_interrupts import are_equal, interrupted
 from test_interrupts import trained as trained_run
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
@@ -282,19 +282,11 @@ def test_ctrl_c_at_any_moment_leaves_everything_before_or_after(name, moments):
         run = trained_run(name)
         run.give_gradients()
         before, after = run.everything(), run.after().everything()
-        with interrupted_at(-1, press_ctrl_c) as count:
-            run.fork().optimizer.step()
         seen = set()
-        for moment in random.Random(0).sample(range(1, count[0] + 1), moments):
-            fresh = run.fork()
-            try:
-                with interrupted_at(moment, press_ctrl_c):
-                    fresh.optimizer.step()
-            except KeyboardInterrupt:
-                pass
+        for fresh, moment in interrupted(run, lambda own: own.step(), moments, seed=0):
             now = fresh.everything()
             ends = are_equal(now, before), are_equal(now, after)
-            assert any(ends), f"interrupted at {moment} of {count[0]}"
+            assert any(ends), moment
             seen.add(ends)
             fresh.optimizer.step()  # and it goes on
     assert len(seen) == 2

@@ -59,8 +59,7 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
     """A transformation with a scale for each scope. `make` gives that of one scope."""
     own = make(replace(options, scope="all", max_grad_norm=math.inf))
 
-    def parted(params: Any) -> optax.GradientTransformationExtraArgs:
-        labels = name_scopes(params, options)
+    def parted(labels: Any) -> optax.GradientTransformationExtraArgs:
         names = set(jax.tree.leaves(labels))
         return optax.with_extra_args_support(
             optax.transforms.partition(dict.fromkeys(sorted(names), own), labels)
@@ -68,9 +67,10 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
 
     def init(params: Any) -> Any:
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
-        labels = set(jax.tree.leaves(name_scopes(params, options)))
-        refuse_unmatched(options, labels, [_path(path) for path, _ in paths])
-        return parted(params).init(params)
+        labels = name_scopes(params, options)
+        names = [_path(path) for path, _ in paths]
+        refuse_unmatched(options, set(jax.tree.leaves(labels)), names)
+        return parted(labels).init(params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if params is None:
@@ -81,7 +81,8 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
         if options.max_grad_norm < math.inf:
             grads = _clipped(grads, options.max_grad_norm)
         extra_args[ALL_FINITE] = all_finite
-        updates, state = parted(params).update(grads, state, params, **extra_args)
+        parts = parted(name_scopes(params, options))
+        updates, state = parts.update(grads, state, params, **extra_args)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)

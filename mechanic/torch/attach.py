@@ -28,6 +28,9 @@ from mechanic.torch.twin import holds
 O = TypeVar("O", bound=Optimizer)
 T = TypeVar("T", bound=Optimizer | type[Optimizer])
 
+INNER = ("optimizer", "base_optimizer", "_base_optimizer")
+"""Where wrappers such as those of trainers, SAM and Lookahead have the optimizer that they wrap."""
+
 _mechanized: WeakSet[Any] = WeakSet()
 """The optimizers that write their tuner into their groups."""
 
@@ -256,8 +259,7 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
 
 def _refuse_what_is_not_tuned(optimizer: Optimizer, options: Options) -> None:
     name = type(optimizer).__name__
-    places = ("optimizer", "base_optimizer", "_base_optimizer")
-    inner = (getattr(optimizer, place, None) for place in places)
+    inner = (getattr(optimizer, place, None) for place in INNER)
     if any(isinstance(one, Optimizer) for one in inner):
         raise ValueError(
             f"{name} wraps another optimizer, and a step of it need not be a step of that one. "

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from mechanic import causes
 from mechanic.options import Options
 from mechanic.suggestion import suggest
-from mechanic.torch.attach import is_mechanized, unhooked
+from mechanic.torch.attach import INNER, is_mechanized, unhooked
 from mechanic.torch.call import Call
 from mechanic.torch.detach import detach
 from mechanic.torch.mechanism import MECHANISM, Mechanism
@@ -30,8 +30,8 @@ def tuner(optimizer: Optimizer) -> "Tuner":
     Raises:
         ValueError: if the optimizer is not mechanized.
     """
-    names = ("optimizer", "optim", "base_optimizer", "_base_optimizer")
-    while not is_mechanized(optimizer):  # a trainer's wrapper, ZeRO's, SAM, a Lookahead
+    names = (*INNER, "optim")
+    while not is_mechanized(optimizer):  # a trainer's wrapper, SAM, a Lookahead, or ZeRO's
         inner = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
         if inner is None:
             break

@@ -125,18 +125,8 @@ static double total(const float *lanes) {
     return sum;
 }
 
-static double square(const float *restrict a, int64_t count) {
-    float sums[LANES] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int lane = 0; lane < LANES; ++lane)
-            sums[lane] += a[i + lane] * a[i + lane];
-    for (int lane = 0; i < count; ++i, ++lane)
-        sums[lane] += a[i] * a[i];
-    return total(sums);
-}
-
-static double inner(const float *restrict a, const float *restrict b, int64_t count) {
+static inline __attribute__((always_inline)) double inner(
+    const float *restrict a, const float *restrict b, int64_t count) {
     float sums[LANES] = {0};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
@@ -145,6 +135,10 @@ static double inner(const float *restrict a, const float *restrict b, int64_t co
     for (int lane = 0; i < count; ++i, ++lane)
         sums[lane] += a[i] * b[i];
     return total(sums);
+}
+
+static double square(const float *a, int64_t count) {
+    return inner(a, a, count);
 }
 
 /* The sums of a chunk, in blocks that stay in the nearest cache. Within a block each lane adds up

@@ -25,7 +25,7 @@ from mechanic.torch.measure import is_known_finite
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.modes import has_modes
 from mechanic.torch.native import plan
-from mechanic.torch.native.library import find_passes
+from mechanic.torch.native.library import Passes, find_passes
 from mechanic.torch.native.plan import Gradients, Plan
 from mechanic.torch.native.tables import FORMULAS
 from mechanic.torch.scalars import can_look
@@ -54,6 +54,7 @@ class Made(NamedTuple):
 class _Found(NamedTuple):
     """What a step is made with."""
 
+    passes: Passes
     plan: Plan
     written: list[Tensor]
     """The tensors that it writes to"""
@@ -89,17 +90,21 @@ def _find(call: Call) -> _Found | None:
         return None
     is_relative = mechanism.options.s_init == "relative"
     rates = history.look(optimizer, proportional=True, is_relative=is_relative, half=())
-    if not rates.has_risen.is_known or not _are_passes_there(call):
+    if not rates.has_risen.is_known:
+        return None
+    passes = find_passes(mechanism.options, frozen=mechanism.frozen)  # compiled at first use
+    if passes is None:
         return None
     is_needed = updates < FIRST_STEPS or rates.has_risen.is_yes
+    with_u = rates.measures_update and is_needed
     try:
-        return _find_tensors(call, bases, rates, with_u=rates.measures_update and is_needed)
+        return _find_tensors(call, passes, bases, rates, with_u=with_u)
     except RuntimeError:  # a tensor without memory, of a transform of torch.func
         return None
 
 
 def _find_tensors(
-    call: Call, bases: list[KnownBase], rates: StepRates, *, with_u: bool
+    call: Call, passes: Passes, bases: list[KnownBase], rates: StepRates, *, with_u: bool
 ) -> _Found | None:
     optimizer, mechanism = call.optimizer, call.mechanism
     own = _plans.get(mechanism)
@@ -113,7 +118,7 @@ def _find_tensors(
     gradients = own.gradients()
     if written is None or gradients is None or not is_known_finite(optimizer):
         return None
-    return _Found(own, written, gradients, rates, with_u)
+    return _Found(passes, own, written, gradients, rates, with_u)
 
 
 def _is_for_passes(call: Call) -> bool:
@@ -133,17 +138,9 @@ def _is_for_passes(call: Call) -> bool:
     )
 
 
-def _are_passes_there(call: Call) -> bool:
-    """Whether the compiled code is there; it is made at first use."""
-    mechanism = call.mechanism
-    return find_passes(mechanism.options, frozen=mechanism.frozen) is not None
-
-
 def _make(call: Call, found: _Found) -> Made | None:
     mechanism, options = call.mechanism, call.mechanism.options
-    passes = find_passes(options, frozen=mechanism.frozen)
-    assert passes is not None
-    tables = found.plan.tables
+    passes, tables = found.passes, found.plan.tables
     settings = _settings(call.optimizer, found.plan.bases, found.rates)
     with_x, max_norm = tuner.reads_x(options), options.max_grad_norm
     tables.set(settings, with_x=with_x, with_u=found.with_u, max_norm=max_norm)
