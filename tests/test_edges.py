@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,6 +155,54 @@ def test_an_update_that_is_not_finite_skips_the_step(steps_before: int) -> None:
         optimizer.step()
     assert all(param.isfinite().all() for param in model.parameters())
     assert tuner(optimizer).metrics()["skipped"] == 1
+    assert_moved(optimizer)
+
+
+class Broken(torch.optim.SGD):
+    """A base of which nothing is known. A step that finds a value here makes an update of it."""
+
+    values: ClassVar[list[float]] = []
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for value in self.values:
+            self.param_groups[-1]["params"][-1].data.view(-1)[-1] = value
+
+
+@pytest.fixture
+def values() -> Iterator[list[float]]:
+    yield Broken.values
+    Broken.values.clear()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("steps_before", [0, 1, 25])
+def test_an_unknown_base_that_breaks_by_itself(
+    value: float, steps_before: int, values: list[float]
+) -> None:
+    model, inputs, targets = regression(0)
+    optimizer = mechanize(Broken(model.parameters(), lr=1.0, momentum=0.9))
+
+    def train(steps: int) -> float:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        return float(nn.functional.mse_loss(model(inputs), targets).detach())
+
+    first = train(steps_before)
+    before = [param.detach().clone() for param in model.parameters()]
+    values.append(value)
+    with pytest.warns(RuntimeWarning) as told:
+        train(12)
+    texts = [str(own.message) for own in told]
+    assert sum("the update of Broken held NaN or inf" in text for text in texts) == 12
+    assert sum("the last 10 steps were skipped" in text for text in texts) == 1
+    assert all(map(torch.equal, before, model.parameters()))
+    values.clear()
+    assert train(40) < 0.5 * first
+    assert tuner(optimizer).metrics()["skipped"] == 12
     assert_moved(optimizer)
 
 

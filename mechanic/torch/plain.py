@@ -231,12 +231,14 @@ def clip_factor(ready: Ready, square: Tensor | float) -> Tensor:
 def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
     """Where gradients are or were extreme, look at the update, and have the base run at a learning
     rate that makes neither it nor what is computed on the way to it too large or too small. By a
-    power of two, so that nothing is rounded."""
+    power of two, so that nothing is rounded. The update of a base of which nothing is known is
+    always looked at: it may hold NaN whatever the gradients."""
     if not can_look(ready.home):
         return ready
     history = call.mechanism.history
     history.has_met_extremes = history.has_met_extremes or is_extreme(ready, parts)
-    ready = ready._replace(doubts_update=history.has_met_extremes)
+    is_unknown = not is_proportional(call.base_step) and ready.ranks is None
+    ready = ready._replace(doubts_update=history.has_met_extremes or is_unknown)
     factor = _suitable_factor(call, ready, parts)
     if factor == 1:
         return ready
@@ -337,8 +339,8 @@ def _refuse_nonfinite_update(call: Call, ready: Ready, uu: Tensor) -> None:
         return
     warnings.warn(
         f"mechanic: a step was skipped, because the update of {type(call.optimizer).__name__} "
-        "held NaN or inf, although its gradients did not. They may be too large or too small for "
-        "it to square in float32; scale the loss.",
+        "held NaN or inf, although its gradients did not. Either they are too large or too small "
+        "for it to square in float32, so that the loss should be scaled, or it diverges by itself.",
         RuntimeWarning,
         stacklevel=2,
     )
