@@ -506,6 +506,34 @@ def test_the_suggested_lr_of_one_cycle_is_its_peak() -> None:
     assert tuner(opt).suggest_lr() == pytest.approx([3 * mean])
 
 
+def test_the_suggested_lr_where_nobody_keeps_the_typed_one() -> None:
+    """ReduceLROnPlateau lowers the lr and does not say where it began, and so do many loops."""
+    problem = make_problem()
+    opt = mechanize(torch.optim.AdamW(problem.params, lr=2.0))
+    plateau = lr_scheduler.ReduceLROnPlateau(opt, factor=0.1, patience=0, threshold=1e9)
+    mean = mean_by_lr(opt, problem, 20)
+    for _ in range(3):
+        plateau.step(1.0)
+    assert opt.param_groups[0]["lr"] < 0.1
+    assert tuner(opt).suggest_lr() == pytest.approx([2 * mean])
+    other = mechanize(torch.optim.AdamW(problem.params, lr=1.0))
+    other.load_state_dict(opt.state_dict())
+    assert tuner(other).suggest_lr() == pytest.approx([2 * mean])
+
+    def by_hand(step: int) -> float:
+        return 3.0 * min(step / 15, 1.0) * (1 - step / 40)
+
+    problem = make_problem()
+    opt = mechanize(torch.optim.AdamW(problem.params, lr=by_hand(1)))
+    applied = typed = 0.0
+    for step in range(1, 41):
+        opt.param_groups[0]["lr"] = lr = by_hand(step)
+        train(opt, problem, 1, start=step)
+        applied, typed = applied + float(tuner(opt).scale) * lr, typed + lr
+    peak = max(map(by_hand, range(41)))
+    assert tuner(opt).suggest_lr() == pytest.approx([peak * applied / typed], rel=0.1)
+
+
 def test_steps_that_are_skipped_or_frozen_in_the_suggested_lr() -> None:
     """The first do not count; the others do, and so do those of a checkpoint."""
     problem = make_problem()
@@ -518,7 +546,7 @@ def test_steps_that_are_skipped_or_frozen_in_the_suggested_lr() -> None:
     opt.param_groups[0]["lr"] = 0.25
     train(opt, problem, 20, start=20)
     mean = (20 * mean + 5 * float(tuner(opt).scale)) / 25
-    assert tuner(opt).suggest_lr() == pytest.approx([0.25 * mean])
+    assert tuner(opt).suggest_lr() == pytest.approx([mean])  # at the lr that was typed
     other = mechanize(torch.optim.SGD(problem.params, lr=1.0))
     other.load_state_dict(opt.state_dict())
     assert tuner(other).suggest_lr() == tuner(opt).suggest_lr()

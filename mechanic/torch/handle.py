@@ -189,10 +189,13 @@ class Tuner:
         schedule, it would have added up to the same over the run.
 
         Where a schedule runs, it is the rate to start the schedule with; with OneCycleLR, `max_lr`.
+        Before the first step it is 0.
         """
         return self._for_each_group(
             lambda part: suggest(
-                float(part.mechanism.scalars.read().mean_scale), part.optimizer.param_groups
+                float(part.mechanism.scalars.read().mean_scale),
+                part.optimizer.param_groups,
+                seen=part.mechanism.history.lrs,
             )
         )
 
