@@ -151,7 +151,9 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     1.487
     """
     state, retained = RULES[options.preset].update(options, state, sums)
-    s, D = _capped(options, state.s), retained * namespace(sums.dd).sqrt(sums.dd)
+    # Parameters that rest keep their part of a Δ that is forgotten, which is no growth either.
+    kept = namespace(retained).where(retained > 0, retained, 1.0)
+    s, D = _capped(options, state.s), kept * namespace(sums.dd).sqrt(sums.dd)
     return state._replace(s=s, D=D), retained
 
 
@@ -166,7 +168,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     xp, S = namespace(sums.dg), total(state.s)
     sigma, U = start(options, state, sums)
     is_new = sums.d > ADDED * state.ramp_size
-    known = xp.where(is_new, 0.0, S)  # the scale to go on from, 0 where a ramp begins
+    goes_on = xp.where(is_new, 0.0, S) > 0  # where not, a ramp begins
     is_ramp_over = state.hesitation > 0
 
     cosine, fall, recent_part, largest_cosine, largest_change, stake = _look(
@@ -178,27 +180,27 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     c = divide(trust * cosine, largest_cosine)
 
     # A record fall makes earlier hesitation count less, by the ratio of the largest changes.
-    is_record = fall > state.largest_change
-    discount = xp.where(is_record, divide(state.largest_change, largest_change), 1.0)
+    discount = divide(state.largest_change, maximum(fall, state.largest_change))
     hesitation = state.hesitation * discount
     ramp_speed = (1 + maximum(cosine, 0.0)) / 2
     step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
     divergence = recent_part * _divergence(cosine, largest_cosine, is_safe=state.top * SAFE > S)
-    worth = xp.clip(_part(fall, stake) / LEAST, 0.0, 1.0)
+    worth = xp.clip(_part(fall, stake) / LEAST, None, 1.0)
     back = xp.where(is_ramp_over, 1.0, BACK)
     factor = _factor(c, worth, step, divergence, back)
     brake = _brake(fall, largest_change, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     shrunk = 1 / maximum(divide(U, state.U), 1.0)
-    tuned = xp.where(known > 0, factor / brake * S * shrunk, sigma)
-    s = _capped(options, tuned / count(state.beta) + 0 * state.beta)
+    uncapped = xp.where(goes_on, factor / brake * S * shrunk, sigma)
+    s = _capped(options, uncapped / count(state.beta) + 0 * state.beta)
     tuned = total(s)
+    factor = factor * divide(tuned, uncapped)  # at its cap the scale does not move, nor does x
 
     top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
     is_wrong = xp.where(is_ramp_over, top * WRONG, 0.0) > tuned
     offset_factor = xp.where(is_wrong, 0.0, 1 + trust * (_offset_factor(factor) - 1))
-    offset_factor = xp.where(known > 0, offset_factor, 1.0)
+    offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
     learned = {
         "largest_cosine": largest_cosine,
@@ -208,7 +210,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
         "stake": stake,
         "top": xp.where(is_wrong, tuned, top),
     }
-    learned = {name: xp.where(known > 0, value, 0.0) for name, value in learned.items()}
+    learned = {name: xp.where(goes_on, value, 0.0) for name, value in learned.items()}
     ramp_size = xp.where(is_new, sums.d, state.ramp_size)
     return state._replace(s=s, U=U, ramp_size=ramp_size, **learned), retained
 
@@ -271,8 +273,7 @@ def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
     """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
     more than it recently fell. A rise that comes again and again is noise, not divergence."""
     xp = namespace(fall)
-    rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
-    excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
+    excess = xp.clip(divide(-fall, recent_fall) / OUTLIER, 1.0, 2.0) - 1
     square = divide(fall, largest_change) ** 2
     return 1 + excess * square**2
 

@@ -102,8 +102,11 @@ class Model:
         if any(moves):
             q = self._tune(rows, moves)
             self.learned += 1
-            for own in self.params:
-                own.delta = q * own.delta
+            for own, is_moved in zip(self.params, moves, strict=True):
+                if q > 0:
+                    own.delta = q * own.delta
+                elif is_moved:  # Δ is forgotten, and x stays; parameters that rest keep theirs
+                    own.x_ref, own.delta = own.x, 0 * own.delta
         for (own, _, u), is_moved in zip(rows, moves, strict=True):
             if is_moved:
                 own.delta = own.delta + u

@@ -161,7 +161,8 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
         new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * (fall / largest_change) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
-    new = min(new, cap)
+    if new > cap:
+        new, factor = cap, factor * cap / new
     recent_fall = max(0.95 * recent_fall, fall, -fall / 4)
     hesitation += max(-c, 0.0)
 
@@ -175,7 +176,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     is_new = ramp_size * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
-        q = S / new if S > 0 else 1.0
+        q = 0.0 if S > 0 else 1.0
         largest_cosine = hesitation = recent_fall = largest_change = stake = top = 0.0
     state.update(
         largest_cosine=largest_cosine,
@@ -185,7 +186,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
         stake=stake,
         top=top,
     )
-    state.update(U=U, D=q * D, ramp_size=x.size if is_new else ramp_size)
+    state.update(U=U, D=(q or 1.0) * D, ramp_size=x.size if is_new else ramp_size)
     return np.full(n, new / n), q
 
 

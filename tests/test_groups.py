@@ -1,5 +1,7 @@
 """Groups with lrs of their own: ratios, changes by hand, and groups that come later."""
 
+import copy
+import math
 from statistics import median
 from typing import Any
 
@@ -18,6 +20,7 @@ from bases import (
     values,
 )
 from comparing import two_groups
+from torch import nn
 
 from mechanic.torch import mechanize, tuner
 
@@ -137,6 +140,54 @@ def test_add_param_group_mid_run(base: Base) -> None:
     assert_moved(opt)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_weights_that_are_added_are_learned_soon(kind: Any) -> None:
+    """What the others have learned says nothing about them, and neither does their displacement."""
+    torch.manual_seed(0)
+    old, new = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(20))
+    targets = {param: torch.randn(param.shape) for param in (old, new)}
+    opt = mechanize(kind([old], lr=1.0))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for param in (param for group in opt.param_groups for param in group["params"]):
+                noise = 0.3 * torch.randn(param.shape)
+                param.grad = param.detach() - targets[param] + noise
+            opt.step()
+
+    def error(param: nn.Parameter) -> float:
+        return float((param.detach() - targets[param]).norm())
+
+    train(500)
+    scale, start = float(tuner(opt).scale), error(new)
+    opt.add_param_group({"params": [new]})
+    train(100)
+    assert float(tuner(opt).scale) > 0.03 * scale
+    assert error(new) < 0.3 * start
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+@pytest.mark.parametrize("base", ["SGD", "AdamW", "Adamax", "Rprop"])
+def test_an_lr_that_is_not_finite_is_refused(
+    base: str, lr: float, native: str, monkeypatch
+) -> None:
+    monkeypatch.setenv("MECHANIC_NATIVE", native)
+    problem = make_problem()
+    opt = mechanize(getattr(torch.optim, base)(problem.params, lr=1.0))
+    train(opt, problem, 20)
+    before, state = values(problem.params), copy.deepcopy(tuner(opt).metrics())
+    opt.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=f"the lr of group 0 is {lr}"):
+        train(opt, problem, 1, start=20)
+    assert_equal(problem.params, before)
+    opt.param_groups[0]["lr"] = 1.0
+    assert tuner(opt).metrics() == state
+    train(opt, problem, 20, start=20)
+    assert all(param.isfinite().all() for param in problem.params)
+    assert_moved(opt)
+
+
 @few_bases
 def test_a_group_that_is_taken_out(base: Base) -> None:
     """The others go on, and keep what they have learned."""
@@ -151,3 +202,27 @@ def test_a_group_that_is_taken_out(base: Base) -> None:
     assert_equal(problem.params[2:], rest)
     assert not all(map(torch.equal, problem.params[:2], others))
     assert scale / 10 < float(tuner(opt).scale) < scale * 10
+
+
+@pytest.mark.parametrize("preset", ["default", "paper"])
+@pytest.mark.parametrize("cap", [1e-3, 1e-5])
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+def test_a_capped_run_goes_no_farther_than_the_base_at_that_lr(
+    base: str, cap: float, preset: str
+) -> None:
+    kind, steps = getattr(torch.optim, base), 150
+    problem, plain = make_problem(), make_problem()
+    start = values(problem.params)
+    s_init = {} if preset == "default" else {"s_init": cap / 2}
+    opt = mechanize(kind(problem.params, lr=1.0), max_scale=cap, preset=preset, **s_init)
+    train(opt, problem, steps)
+    train(kind(plain.params, lr=cap), plain, steps)
+
+    def moved(params: list[nn.Parameter]) -> float:
+        return math.hypot(*(float((p - x).norm()) for p, x in zip(params, start, strict=True)))
+
+    with torch.no_grad():
+        assert moved(problem.params) < 1.01 * moved(plain.params)
+        if preset == "default":
+            assert moved(problem.params) > 0.5 * moved(plain.params)
+    assert float(tuner(opt).scale) <= cap * (1 + 1e-6)

@@ -1,5 +1,6 @@
 """The learning rates of earlier steps, and what they say about the size of the next update."""
 
+import math
 from collections.abc import Container
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class RateHistory:
         """How the groups take part in the next step. `half` names the groups that hold float16,
         where that is known; `is_relative` tells whether the start depends on the update's norm."""
         groups = optimizer.param_groups
+        _refuse_nonfinite(groups)
         rates = [
             rate_of(group, proportional=proportional, half=None if half is None else i in half)
             for i, group in enumerate(groups)
@@ -112,6 +114,17 @@ class RateHistory:
         for lr, last in zip(typed, self.lrs, strict=False):
             risen = risen | Flag.of(lr > RISE * last)
         return risen
+
+
+def _refuse_nonfinite(groups: list[dict[str, Any]]) -> None:
+    """Refuse a learning rate that would turn the parameters into NaN. Nothing has been done yet."""
+    for i, group in enumerate(groups):
+        lr = group.get("lr")
+        if isinstance(lr, float) and not math.isfinite(lr):
+            raise ValueError(
+                f"the lr of group {i} is {lr}. No step was made. Look at the scheduler, or at what "
+                "else has set it; any finite lr will do."
+            )
 
 
 def _has_gradients(group: dict[str, Any]) -> bool:
