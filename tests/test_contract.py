@@ -1,7 +1,7 @@
 """What the scale of the default rule does whatever the task: the scalar rule, without a model.
 
 Many runs are made at once. After a ramp, each is given cosines of Δ and −g that are drawn as
-`NOISE` says. All of it is over seeds; none is chosen.
+`NOISE` says. The means are over many runs of one seed. docs/algorithm.md says what other seeds do.
 """
 
 import functools
