@@ -273,7 +273,8 @@ def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
     """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
     more than it recently fell. A rise that comes again and again is noise, not divergence."""
     xp = namespace(fall)
-    excess = xp.clip(divide(-fall, recent_fall) / OUTLIER, 1.0, 2.0) - 1
+    rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
+    excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
     square = divide(fall, largest_change) ** 2
     return 1 + excess * square**2
 

@@ -263,7 +263,8 @@ def test_a_displacement_that_was_wrong_is_forgotten(base):
     forgotten = 0
     for _ in range(30):
         lock.step([-gradient for gradient in lock.gradients()])
-        forgotten += float(lock.plain.mechanism.scalars.read().state.D) == 0
+        numbers = lock.plain.mechanism.scalars.read()
+        forgotten += float(numbers.state.top) == float(numbers.scale)
         lock.assert_same(factor=1.0)
     assert forgotten
     lock.run(10)
