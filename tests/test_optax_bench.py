@@ -88,7 +88,8 @@ def run(library: Any, method: str, lr: float) -> Outcome:
 def test_a_run_is_that_of_torch(method: str, lr: float) -> None:
     ours, theirs = run("optax", method, lr), run("torch", method, lr)
     assert ours.start_loss == theirs.start_loss == 45.0
-    assert theirs.metrics["train_loss"] < 44.5
+    # The start of the paper's rule is far smaller, and the run is short.
+    assert theirs.metrics["train_loss"] < (44.5 if method == "mechanic-paper" else 44.0)
     assert ours.metrics["train_loss"] == pytest.approx(theirs.metrics["train_loss"], rel=1e-3)
     assert ours.curve.step == theirs.curve.step
     np.testing.assert_allclose(ours.curve.loss, theirs.curve.loss, rtol=1e-3)

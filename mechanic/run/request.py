@@ -192,12 +192,12 @@ def _check_module(given: list[str]) -> None:
 
 
 def _check_packages(options: argparse.Namespace) -> None:
-    needed = {"it ": "torch"}
+    needed = {"it": "torch"}
     if options.plot:
-        needed["--plot "] = "matplotlib"
-    for option, package in needed.items():
+        needed["--plot"] = "matplotlib"
+    for what, package in needed.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{option}needs {package}: pip install {package}")
+            raise ValueError(f"{what} needs {package}: pip install {package}")
 
 
 def check_plot_path(path: Path, option: str) -> None:

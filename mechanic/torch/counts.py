@@ -94,9 +94,8 @@ def _warn(count: int) -> None:
     warnings.warn(
         f"mechanic: the last {count} steps were skipped, because their gradients or updates held "
         "NaN or inf, or numbers too large or too small for float32, and the weights have not moved "
-        "since. "
-        "Look for a loss that overflows (half precision without GradScaler, a logarithm of 0, a "
-        "division by 0); if the effective learning rate has grown too large, limit it with "
+        "since. Look for a loss that overflows (half precision without GradScaler, a logarithm of "
+        "0, a division by 0); if the effective learning rate has grown too large, limit it with "
         "max_scale=.",
         RuntimeWarning,
         stacklevel=2,
