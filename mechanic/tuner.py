@@ -107,10 +107,9 @@ class DefaultState(NamedTuple):
     """What the steps against Δ add up to; 0 in the ramp"""
     recent_fall: Array
     """The largest recent fall of the loss along Δ, −S·h, or rise divided by `OUTLIER`"""
-    largest_change: Array
-    """The largest |S·h| since the ramp began"""
     stake: Array
-    """The same, except that one step against Δ raises it at most `OUTLIER`-fold"""
+    """The largest |S·h| since the ramp began, except that one step raises it at most
+    `OUTLIER`-fold"""
     top: Array
     """The largest scale of the ramp, or the scale when Δ was last forgotten"""
 
@@ -171,24 +170,25 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     goes_on = xp.where(is_new, 0.0, S) > 0  # where not, a ramp begins
     is_ramp_over = state.hesitation > 0
 
-    cosine, fall, recent_part, largest_cosine, largest_change, stake = _look(
-        options, state, sums, S
-    )
+    cosine, fall, recent_part, largest_cosine, stake = _look(options, state, sums, S)
     # When g is parallel to Δ and the change is small beside recent ones, the base converges by
     # itself: the scale is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
     c = divide(trust * cosine, largest_cosine)
 
-    # A record fall makes earlier hesitation count less, by the ratio of the largest changes.
-    discount = divide(state.largest_change, maximum(fall, state.largest_change))
-    hesitation = state.hesitation * discount
+    # A record fall makes earlier hesitation count less, by as much as it raises the stake.
+    hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
     ramp_speed = (1 + maximum(cosine, 0.0)) / 2
     step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
     divergence = recent_part * _divergence(cosine, largest_cosine, is_safe=state.top * SAFE > S)
     worth = xp.clip(_part(fall, stake) / LEAST, None, 1.0)
     back = xp.where(is_ramp_over, 1.0, BACK)
-    factor = _factor(c, worth, step, divergence, back)
-    brake = _brake(fall, largest_change, state.recent_fall)
+    # By the square: when all is learned, every step goes along Δ, and the scale would grow without
+    # limit.
+    rise = 1 + worth**2 * step
+    fallen = back / (1 + worth**2 * (step + divergence))
+    factor = xp.where(c > 0, rise, xp.where(c < 0, fallen, 1.0))
+    brake = _brake(fall, stake, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     shrunk = 1 / maximum(divide(U, state.U), 1.0)
@@ -206,7 +206,6 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
         "largest_cosine": largest_cosine,
         "hesitation": (hesitation + maximum(-c, 0.0)) / xp.where(is_wrong, THAW, 1.0),
         "recent_fall": maximum(SHORT * state.recent_fall, maximum(fall, -fall / OUTLIER)),
-        "largest_change": largest_change,
         "stake": stake,
         "top": xp.where(is_wrong, tuned, top),
     }
@@ -223,43 +222,28 @@ class _Seen(NamedTuple):
     recent_part: Array
     """|fall| as a part of the largest recent one, at most 1"""
     largest_cosine: Array
-    largest_change: Array
     stake: Array
 
 
 def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     xp = namespace(sums.dg)
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
-    cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd * sums.gg))), -1.0, 1.0)
+    cosine = xp.clip(finite(divide(-h, (xp.sqrt(sums.dd) * xp.sqrt(sums.gg)))), -1.0, 1.0)
     fall = finite(-S * h)
+    # One blow-up must not make all that follows look like nothing.
+    most = xp.where(state.stake > 0, OUTLIER * state.stake, math.inf)
     return _Seen(
         cosine,
         fall,
         recent_part=xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0),
         largest_cosine=maximum(mean(state.beta) * state.largest_cosine, abs(cosine)),
-        largest_change=maximum(abs(fall), state.largest_change),
-        stake=_raised_stake(state.stake, fall),
+        stake=maximum(xp.clip(abs(fall), None, most), state.stake),
     )
-
-
-def _raised_stake(stake: Array, fall: Array) -> Array:
-    """The stake after a step. One blow-up must not make all that follows look like nothing."""
-    xp = namespace(stake)
-    most = xp.where(stake > 0, OUTLIER * stake, math.inf)
-    return maximum(maximum(fall, xp.clip(-fall, None, most)), stake)
 
 
 def _part(fall: Array, of: Array) -> Array:
     """|fall| as a part of something, at most 1; 0 where that is 0."""
     return divide(namespace(fall).clip(abs(fall), None, of), of)
-
-
-def _factor(c: Array, worth: Array, step: Array, divergence: Array, back: Array) -> Array:
-    """What the scale is multiplied with. A rise goes by the square of the worth: when all is
-    learned, every step goes along Δ, and the scale would grow without limit."""
-    xp = namespace(c)
-    fallen = back / (1 + worth * (step + divergence))
-    return xp.where(c > 0, 1 + worth**2 * step, xp.where(c < 0, fallen, 1.0))
 
 
 def _divergence(cosine: Array, largest_cosine: Array, is_safe: Array) -> Array:
@@ -269,14 +253,13 @@ def _divergence(cosine: Array, largest_cosine: Array, is_safe: Array) -> Array:
     return namespace(cosine).where(is_safe, 0.0, (largest_cosine * cosine) ** 2)
 
 
-def _brake(fall: Array, largest_change: Array, recent_fall: Array) -> Array:
+def _brake(fall: Array, stake: Array, recent_fall: Array) -> Array:
     """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
     more than it recently fell. A rise that comes again and again is noise, not divergence."""
     xp = namespace(fall)
     rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
-    square = divide(fall, largest_change) ** 2
-    return 1 + excess * square**2
+    return 1 + excess * (_part(fall, stake) ** 2) ** 2
 
 
 def _offset_factor(factor: Array) -> Array:
@@ -433,4 +416,4 @@ def scale_of(state: State) -> Array:
 
 def had_signal(state: State) -> Array:
     """Whether h was other than 0 in a step."""
-    return total(state.v) > 0 if isinstance(state, PaperState) else state.largest_change > 0
+    return total(state.v) > 0 if isinstance(state, PaperState) else state.stake > 0

@@ -7,6 +7,7 @@ overwrites, after the README and `docs/algorithm.md`. The rules and the bases ar
 
 import copy
 import math
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,13 @@ class Model:
             return
         us = self.run_base(grads)
         rows = list(zip(self.params, grads, us, strict=True))
-        for own, g, _ in rows:
-            if g is not None and not own.is_known:
-                own.is_known = True
-                self.tuner["x1"] = np.append(self.tuner["x1"], own.x)
+        new = [own for own, g, _ in rows if g is not None and not own.is_known]
+        if new:
+            # Elements 1,000 times above the typical one have no part in ‖x_1‖.
+            most = 1e3 * max(0.1, median_low([median_low(abs(np.ravel(own.x))) for own in new]))
+        for own in new:
+            own.is_known = True
+            self.tuner["x1"] = np.append(self.tuner["x1"], np.where(abs(own.x) <= most, own.x, 0))
         # Groups at lr 0 have no part in the sums, and neither have parameters without a gradient.
         moves = [g is not None and self.lrs[own.group] > 0 for own, g, _ in rows]
         if any(moves):

@@ -117,10 +117,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     largest_cosine, hesitation, recent_fall = (
         state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_fall")
     )
-    largest_change, stake, top = (
-        state.get(name, 0.0) for name in ("largest_change", "stake", "top")
-    )
-    ramp_size = state.get("ramp_size", 0.0)
+    stake, top, ramp_size = (state.get(name, 0.0) for name in ("stake", "top", "ramp_size"))
     is_ramp_over = hesitation > 0
 
     x1_size = max(np.linalg.norm(state["x1"]), 0.1 * math.sqrt(x.size))
@@ -135,12 +132,9 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     sizes = D * np.linalg.norm(g)
     cosine = min(max(-slope / sizes, -1.0), 1.0) if sizes > 0 else 0.0
     fall = -S * slope
-    if fall > largest_change:
-        hesitation *= largest_change / fall
-    largest_change = max(largest_change, abs(fall))
-    stake = (
-        max(stake, abs(fall)) if fall > 0 or stake == 0 else max(stake, min(-fall, blown * stake))
-    )
+    before, stake = stake, max(stake, min(abs(fall), blown * stake if stake > 0 else math.inf))
+    if fall > before:
+        hesitation *= before / stake
     largest_cosine = max(np.mean(betas) * largest_cosine, abs(cosine))
     recent_part = min(1.0, abs(fall) / recent_fall) if recent_fall > 0 else 1.0
     trust = 1 - cosine**2 * (1 - recent_part)
@@ -153,12 +147,12 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
         factor = 1 + worth**2 * k * c
     elif c < 0:
         divergence = recent_part * (cosine * largest_cosine) ** 2 * (top * 0.85 <= S)
-        factor = (1.0 if is_ramp_over else 0.5) / (1 + worth * (k * -c + divergence))
+        factor = (1.0 if is_ramp_over else 0.5) / (1 + worth**2 * (k * -c + divergence))
     else:
         factor = 1.0
     new = S * factor
     if recent_fall > 0 and -fall > 4 * recent_fall:  # the brake
-        new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * (fall / largest_change) ** 4
+        new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * min(-fall / stake, 1.0) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     if new > cap:
@@ -177,12 +171,11 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = 0.0 if S > 0 else 1.0
-        largest_cosine = hesitation = recent_fall = largest_change = stake = top = 0.0
+        largest_cosine = hesitation = recent_fall = stake = top = 0.0
     state.update(
         largest_cosine=largest_cosine,
         hesitation=hesitation,
         recent_fall=recent_fall,
-        largest_change=largest_change,
         stake=stake,
         top=top,
     )

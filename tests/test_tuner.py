@@ -310,9 +310,9 @@ def fixed(h, cosine=0.5, **more):
     )
 
 
-def speed(v):
-    """k after the ramp"""
-    return 2 / (2 + v)
+def speed(hesitation):
+    """How fast the scale moves after the ramp"""
+    return 2 / (2 + hesitation)
 
 
 RAMP = [fixed(-1.0)] * 8
@@ -343,10 +343,11 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
     ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5)] * steps
     last = run(Options(), [*ramp, *against])[0][-1]
     assert last.hesitation == pytest.approx(steps, rel=1e-9)
-    for much in (0.5, 1.0, 3.0, 100.0):  # of the largest fall: a larger one makes them count less
-        h = -much * last.largest_change / last.s.sum()
+    for size, times in ((0.5, 1.0), (1.0, 1.0), (3.0, 3.0), (100.0, 4.0)):
+        # A fall larger than the stake makes them count less, a single one four times less at most.
+        h = -size * last.stake / last.s.sum()
         S = sizes(Options(), [*ramp, *against, fixed(h, 1e-5)])
-        assert S[-1] / S[-2] == pytest.approx(1 + speed(steps / max(1, much)), rel=1e-7)
+        assert S[-1] / S[-2] == pytest.approx(1 + speed(steps / times), rel=1e-7)
 
 
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
@@ -358,7 +359,7 @@ def test_a_large_cosine_counts_against_a_scale_above_that_of_the_ramp(largest, a
     steps = [*[fixed(-1.0, largest)] * 8, fixed(1e-9, largest)]  # the ramp, and its end
     for _ in range(2 if above else 0):  # along Δ
         last = run(options, steps)[0][-1]
-        steps.append(fixed(-0.9 * last.largest_change / last.s.sum(), largest))
+        steps.append(fixed(-0.9 * last.stake / last.s.sum(), largest))
     last = run(options, steps)[0][-1]
     assert (last.s.sum() > tuner.SAFE * last.top) == above
     h, k = last.recent_fall / last.s.sum(), speed(last.hesitation)
@@ -375,7 +376,7 @@ def test_steps_in_a_row_along_the_displacement_make_the_tuner_no_quicker(along):
     for _ in range(along):
         last = run(Options(), steps)[0][-1]
         assert last.hesitation == pytest.approx(10, rel=1e-9)
-        steps.append(fixed(-0.5 * last.largest_change / last.s.sum(), 1e-5))
+        steps.append(fixed(-0.5 * last.stake / last.s.sum(), 1e-5))
         S = sizes(Options(), steps)
         assert S[-1] / S[-2] == pytest.approx(1 + speed(10), rel=1e-6)
 
@@ -408,59 +409,64 @@ def test_an_outlier_against_the_displacement_halves_it_at_most(size, factor):
 def test_outliers_that_come_again_and_again_are_noise():
     """One batch of few is hard now and then: the scale must not fall each time."""
     before = [*RAMP, fixed(1e-9, 1e-3)]
-    last = run(Options(betas=(1.0,)), before)[0][-1]
-    S = float(last.s.sum())
-    hard, easy = fixed(100 / S, 1e-9), [fixed(-1 / S, 1e-9)] * 100
-    first = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy])
-    again = sizes(Options(betas=(1.0,)), [*before, fixed(1000 / S, 1e-9), *easy, hard])
-    record = 100 * first[-1] / (1000 * S)
-    assert again[-1] / first[-1] == pytest.approx(1 / (1 + record**4), rel=1e-6)
+    S = float(run(Options(betas=(1.0,)), before)[0][-1].s.sum())
+    hard, easy = fixed(1000 / S, 1e-9), [fixed(-1 / S, 1e-9)] * 100
+    falls = []
+    for _ in range(12):
+        states = run(Options(betas=(1.0,)), [*before, hard])[0]
+        falls.append(states[-2].s.sum() / states[-1].s.sum())
+        before += [hard, *easy]
+    # 5 = log₄ 1000: each raises the stake fourfold, until they are no more than the stake.
+    assert falls[:5] == pytest.approx([2.0] * 5, rel=1e-6)
+    assert max(falls[5:]) < 1.07
+    assert falls[5:] == sorted(falls[5:], reverse=True)
 
 
+@pytest.mark.parametrize("side", [1, -1])
 @pytest.mark.parametrize(("size", "times"), [(2.0, 2.0), (4.0, 4.0), (1e6, 4.0)])
-def test_a_blow_up_leaves_the_scale_free_to_come_back(size, times):
-    """What is hardly worth a change goes by a largest step that one blow-up raises fourfold;
-    those that come again raise it again."""
+def test_an_outlier_leaves_the_scale_free(size, times, side):
+    """What is hardly worth a change goes by the stake, which one outlier raises fourfold; those
+    that come again raise it again."""
     options, steps = Options(betas=(1.0,)), [*RAMP, fixed(1e-9, 1e-3)]
     before = run(options, steps)[0][-1]
-    steps.append(fixed(size * before.largest_change / before.s.sum(), 1e-3))
-    blown = run(options, steps)[0][-1]
-    assert pytest.approx(size * before.largest_change, rel=1e-9) == blown.largest_change
-    assert pytest.approx(times * before.largest_change, rel=1e-9) == blown.stake
-    again = run(options, [*steps, fixed(1e6 * before.largest_change / blown.s.sum(), 1e-3)])[0][-1]
-    assert pytest.approx(4 * times * before.largest_change, rel=1e-9) == again.stake
+    steps.append(fixed(side * size * before.stake / before.s.sum(), 1e-3))
+    after = run(options, steps)[0][-1]
+    assert pytest.approx(times * before.stake, rel=1e-9) == after.stake
+    again = run(options, [*steps, fixed(1e6 * before.stake / after.s.sum(), 1e-3)])[0][-1]
+    assert pytest.approx(4 * times * before.stake, rel=1e-9) == again.stake
     # A step along Δ of a twentieth of the largest before counts in full, as it did then.
-    S = sizes(options, [*steps, fixed(-0.05 * before.largest_change / blown.s.sum(), 1e-3)])
-    much = 0.05 * before.largest_change / blown.recent_fall
-    c = 1e-3 / 0.5 * (1 - 1e-6 * (1 - much))
-    assert S[-1] / S[-2] == pytest.approx(1 + speed(blown.hesitation) * c, rel=1e-9)
+    S = sizes(options, [*steps, fixed(-0.05 * before.stake / after.s.sum(), 1e-3)])
+    recent_part = 0.05 * before.stake / after.recent_fall
+    c = 1e-3 / 0.5 * (1 - 1e-6 * (1 - recent_part))
+    assert S[-1] / S[-2] == pytest.approx(1 + speed(after.hesitation) * c, rel=1e-9)
 
 
 @pytest.mark.parametrize("begins", [1e-3, 1e3])
 def test_a_blow_up_in_the_first_step_counts_in_full(begins):
     """There is nothing yet that it could be compared with."""
-    last = run(Options(), [fixed(-1.0), fixed(begins)])[0][-1]
-    assert last.stake == last.largest_change > 0
+    last = run(Options(), [fixed(-1.0), fixed(begins)])[0]
+    assert last[-1].stake == pytest.approx(begins * last[0].s.sum(), rel=1e-12)
 
 
 @pytest.mark.parametrize("part", [1e-3, 1e-2, 0.1])
 def test_what_is_hardly_worth_it_changes_the_scale_less(part):
-    """And raises it less than it lowers it: when all is learned, every step goes along Δ."""
+    """By the square: when all is learned, every step goes along Δ. Up and down alike, since in
+    noise the scale would drift otherwise."""
     ramp = [fixed(-1.0, 1e-9)] * 8  # the cosine is too small to count
     S = sizes(Options(), ramp)
     h = part * tuner.LEAST * S[-2] / S[-1]  # S·h is so small a part of the largest
     rise, fall = (sizes(Options(), [*ramp, fixed(g, 1e-9)]) for g in (-h, h))
     assert rise[-1] / rise[-2] == pytest.approx(1 + 0.5 * part**2, rel=1e-9)
-    assert fall[-2] / fall[-1] == pytest.approx(2 * (1 + 0.5 * part), rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(2 * (1 + 0.5 * part**2), rel=1e-9)
 
     options, steps = Options(betas=(1.0,)), [*RAMP, fixed(1e-9)]  # the ramp is over
     last = run(options, steps)[0][-1]
-    h = part * tuner.LEAST * last.largest_change / last.s.sum()
+    h = part * tuner.LEAST * last.stake / last.s.sum()
     rise, fall = (sizes(options, [*steps, fixed(g)]) for g in (-h, h))
-    much = part * tuner.LEAST * last.largest_change / last.recent_fall
-    k = speed(last.hesitation) * (1 - 0.5**2 * (1 - much))
+    recent_part = part * tuner.LEAST * last.stake / last.recent_fall
+    k = speed(last.hesitation) * (1 - 0.5**2 * (1 - recent_part))
     assert rise[-1] / rise[-2] == pytest.approx(1 + part**2 * k, rel=1e-9)
-    assert fall[-2] / fall[-1] == pytest.approx(1 + part * k, rel=1e-9)
+    assert fall[-2] / fall[-1] == pytest.approx(1 + part**2 * k, rel=1e-9)
 
 
 @light
