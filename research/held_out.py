@@ -1,6 +1,11 @@
 """Mechanic beside sweeps and Prodigy, on tasks that played no part in choosing the rule.
 
     python research/held_out.py --jobs 2        # some 20 minutes on two cores
+    python research/held_out.py --jobs 2 --methods mechanic --beside research/results/held_out.csv
+    python research/held_out.py --jobs 2 --constant --methods sweeps mechanic
+
+With `--beside`, runs that are kept there stand for the methods that do not run. With `--constant`,
+the learning rate is constant after a warm-up of 5 %, and gradients are clipped to a norm of 1.
 
 Regression, an autoencoder, a convnet with batch norm, a VAE, a GRU, matrix completion, modular
 addition, a curve without noise, character n-grams and a transformer that reverses sequences, each
@@ -11,11 +16,13 @@ losses are those of the same runs, where there is a test set.
 """
 
 import argparse
+import csv
 import math
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -271,15 +278,27 @@ BUILDERS = {
 }
 
 
-def seeded(builder: Callable[[int], Problem], setting: BuildSettings) -> Problem:
+def seeded(builder: Callable[[int], Problem], constant: bool, setting: BuildSettings) -> Problem:
     torch.manual_seed(setting.seed)
-    return builder(setting.seed)
+    built = builder(setting.seed)
+    if constant:
+        return replace(built, schedule=lambda part: min(1.0, part / 0.05 + 1 / STEPS), clip=1.0)
+    return built
 
 
-TASKS = {
-    name: Task("held out", name, GRIDS, partial(seeded, builder), "test_loss", "", ("text", ""))
-    for name, builder in BUILDERS.items()
-}
+def tasks(constant: bool) -> dict[str, Task]:
+    return {
+        name: Task(
+            "held out",
+            name,
+            GRIDS,
+            partial(seeded, builder, constant),
+            "test_loss",
+            "",
+            ("text", ""),
+        )
+        for name, builder in BUILDERS.items()
+    }
 
 
 class Cell(NamedTuple):
@@ -290,20 +309,20 @@ class Cell(NamedTuple):
     seed: int
 
 
-def cells() -> list[Cell]:
+def cells(methods: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
     return [
         Cell(name, method, base, lr, seed)
-        for name, task in TASKS.items()
-        for seed in SEEDS
-        for method in (*GRIDS, "mechanic", "prodigy")
+        for name, task in tasks(constant=False).items()
+        for seed in seeds
+        for method in methods
         for base, lrs in METHODS[method].typed_rates(task, (1.0,)).items()
         for lr in lrs
     ]
 
 
-def execute(cell: Cell) -> Run:
+def execute(constant: bool, cell: Cell) -> Run:
     torch.set_num_threads(1)
-    task, method = TASKS[cell.task], METHODS[cell.method]
+    task, method = tasks(constant)[cell.task], METHODS[cell.method]
     setting = BuildSettings("short", cell.seed, CPU, Data())
     about = (task.suite, task.name, setting.budget, method.name, method.kind, *cell[2:])
     try:
@@ -311,6 +330,22 @@ def execute(cell: Cell) -> Run:
     except DivergedError as error:
         return Run(*about, "diverged", str(error))
     return Run(*about, "done", start_loss=outcome.start_loss, metrics=outcome.metrics)
+
+
+def kept(path: Path, methods: Sequence[str]) -> Iterator[Run]:
+    """The runs of a file of all methods but these."""
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            if line["method"] in methods:
+                continue
+            numbers = {"lr": float(line["lr"]), "start_loss": float(line["start_loss"] or "nan")}
+            metrics = {
+                key.removeprefix("metrics."): float(value)
+                for key, value in line.items()
+                if key.startswith("metrics.") and value
+            }
+            words = {name: line[name] for name in Run.__dataclass_fields__ if name in line}
+            yield Run(**words | numbers | {"seed": int(line["seed"]), "metrics": metrics})  # type: ignore[arg-type]
 
 
 def loss_and_test(runs: Sequence[Run]) -> str:
@@ -321,14 +356,14 @@ def loss_and_test(runs: Sequence[Run]) -> str:
 def report(runs: Iterable[Run]) -> None:
     (comparison,) = compare(runs)
     print(
-        "| task | base | best lr | its loss, test | Mechanic, test | excess, each seed | Prodigy |"
+        "| task | base | best lr | its loss, test | Mechanic, test | excess, each seed | others |"
     )
     print("|---|---|---|---|---|---|---|")
     scores: dict[str, list[float]] = defaultdict(list)
     for row in comparison.scored:
         assert row.sweep is not None
         best, gained = fmean(final_losses(row.sweep.best).values()), gain(row.sweep)
-        own, peer = row.results
+        own, *peers = row.results
         for result in row.results:
             scores[result.method.label].append(result.counted)
         ends = final_losses(own.runs).values()
@@ -337,7 +372,8 @@ def report(runs: Iterable[Run]) -> None:
         print(
             f"| {row.task} | {row.base} | {row.sweep.best_lr:.0e}{edge} "
             f"| {loss_and_test(row.sweep.best)} | {loss_and_test(own.runs)} "
-            f"| **{own.counted:+.1f}** ({each}) | {peer.counted:+.1f} |"
+            f"| **{own.counted:+.1f}** ({each}) | "
+            f"{', '.join(f'{peer.counted:+.1f}' for peer in peers)} |"
         )
     for summary in summarize(comparison):
         values = scores[summary.method.label]
@@ -346,18 +382,28 @@ def report(runs: Iterable[Run]) -> None:
             f"\n{summary.method.label}: mean {summary.mean:+.2f} %, median {median(values):+.2f}, "
             f"worst {summary.worst:+.1f}; {over} of {summary.rows} rows above 2 %."
         )
-    lower = sum(a < b for a, b in zip(scores["mechanic"], scores["prodigy"], strict=True))
-    print(f"\nMechanic ends lower than Prodigy on {lower} rows.")
+    for label in [label for label in scores if label != "mechanic"]:
+        lower = sum(a < b for a, b in zip(scores["mechanic"], scores[label], strict=True))
+        print(f"\nMechanic ends lower than {label} on {lower} rows.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--runs", type=Path, help="write every run to this CSV file")
+    parser.add_argument("--constant", action="store_true")
+    every = ("sweeps", "mechanic", "prodigy")
+    parser.add_argument("--methods", nargs="+", choices=every, default=every)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--beside", type=Path, help="runs of the other methods, from a CSV file")
     asked = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()}, seeds 0 to 2, {STEPS} steps\n")
+    print(f"torch {torch.__version__}, {platform.machine()}, {STEPS} steps\n")
+    methods = [m for name in asked.methods for m in (GRIDS if name == "sweeps" else (name,))]
     with ProcessPoolExecutor(asked.jobs) as pool:
-        runs = list(pool.map(execute, cells(), chunksize=4))
+        chosen = cells(methods, asked.seeds)
+        runs = list(pool.map(partial(execute, asked.constant), chosen, chunksize=4))
+    if asked.beside:
+        runs += kept(asked.beside, methods)
     if asked.runs:
         asked.runs.write_text(runs_csv(runs), encoding="utf-8")
     report(runs)
