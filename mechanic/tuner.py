@@ -181,12 +181,12 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     ramp_speed = (1 + maximum(cosine, 0.0)) / 2
     step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
     divergence = recent_part * _divergence(cosine, largest_cosine, is_safe=state.top * SAFE > S)
-    worth = xp.clip(_part(fall, stake) / LEAST, None, 1.0)
-    back = xp.where(is_ramp_over, 1.0, BACK)
     # By the square: when all is learned, every step goes along Δ, and the scale would grow without
-    # limit.
-    rise = 1 + worth**2 * step
-    fallen = back / (1 + worth**2 * (step + divergence))
+    # limit. Up and down alike: in noise the scale would drift otherwise.
+    worth = xp.clip(_part(fall, stake) / LEAST, None, 1.0) ** 2
+    back = xp.where(is_ramp_over, 1.0, BACK)
+    rise = 1 + worth * step
+    fallen = back / (1 + worth * (step + divergence))
     factor = xp.where(c > 0, rise, xp.where(c < 0, fallen, 1.0))
     brake = _brake(fall, stake, state.recent_fall)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
@@ -228,7 +228,7 @@ class _Seen(NamedTuple):
 def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     xp = namespace(sums.dg)
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
-    cosine = xp.clip(finite(divide(-h, (xp.sqrt(sums.dd) * xp.sqrt(sums.gg)))), -1.0, 1.0)
+    cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
     fall = finite(-S * h)
     # One blow-up must not make all that follows look like nothing.
     most = xp.where(state.stake > 0, OUTLIER * state.stake, math.inf)

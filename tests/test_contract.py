@@ -15,7 +15,7 @@ from mechanic.options import Options
 
 OPTIONS = Options()
 RAMP, SETTLE, SEEDS = 20, 20, 64
-SIZES = (1e-4, 1e-3, 0.01, 0.05, 0.3, 0.7)
+SIZES = (1e-4, 1e-3, 2e-3, 4e-3, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7)
 
 
 @functools.cache
@@ -96,13 +96,26 @@ def test_in_noise_that_says_nothing_the_scale_stays(kind, steps):
 
 
 @pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize(
+    "steps", [100, 1_000, 10_000, pytest.param(100_000, marks=pytest.mark.nightly)], ids=str
+)
+def test_a_signal_of_a_tenth_of_the_noise_is_followed(steps, side):
+    """After so many steps of noise, seven times as many with the signal double or halve S."""
+    noise = np.random.default_rng(0).normal(size=(RAMP + 8 * steps, SEEDS))
+    noise[RAMP + steps :] += side / 10
+    noise[:RAMP] = 30
+    S = scales(0.01 * noise)
+    assert side * np.log2(S[-1] / S[RAMP + steps - 1]).mean() > 1
+
+
+@pytest.mark.parametrize("side", [1, -1])
 def test_a_clear_signal_is_followed_at_once(side):
     """One as large as the noise, at any size of both: half of the runs double or halve S in 60
     steps."""
-    draw, shape = np.random.default_rng(0), (RAMP + 160, len(SIZES[2:]), SEEDS)
+    draw, shape = np.random.default_rng(0), (RAMP + 160, len(SIZES[4:]), SEEDS)
     noise = draw.normal(size=shape)
     noise[RAMP + 100 :] += side
-    cosines = noise * np.array(SIZES[2:])[:, None] / 2
+    cosines = noise * np.array(SIZES[4:])[:, None] / 2
     cosines[:RAMP] = 0.3
     S = scales(cosines.reshape(len(cosines), -1))[RAMP + 100 :]
     assert (np.median(side * np.log2(S[-1] / S[0])) > 1).all()
