@@ -130,11 +130,35 @@ ROWS = {
         words=9,
         kept=3,
     ),
+    # reads x, g, m, Δ, writes x, m, Δ; it keeps gradients of its own
+    "sgd-in-backward": Row(
+        "mechanize(SGD(momentum=0.9, fused=True), sums_in_backward=True)",
+        lambda p: mechanize(momentum(p), sums_in_backward=True),
+        "sgd",
+        words=7,
+        kept=4,
+        option="sums_in_backward",
+        arrives=True,
+    ),
+    "sgd-bfloat16": Row(
+        'mechanize(SGD(momentum=0.9, fused=True), displacement="bfloat16")',
+        lambda p: mechanize(momentum(p), displacement="bfloat16"),
+        "sgd",
+        words=7.5,
+        kept=3,
+        option="displacement",
+    ),
     # reads x in the sums, too
     "paper": Row(
         'mechanize(AdamW(fused=True), preset="paper")',
         lambda p: mechanize(fused(p), preset="paper"),
         words=12,
+    ),
+    "paper-bfloat16": Row(
+        'mechanize(AdamW(fused=True), preset="paper", displacement="bfloat16")',
+        lambda p: mechanize(fused(p), preset="paper", displacement="bfloat16"),
+        words=10.5,
+        option="displacement",
     ),
     "nadam": Row("NAdam()", lambda p: NAdam(p, lr=1e-3), "nadam", kept=3, passing=4),
     "mechanic-nadam": Row(
