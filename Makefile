@@ -7,7 +7,7 @@ OLDEST := torch==2.6.0 torchao==0.13.0
 BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist loadfile
 
-.PHONY: demo bench test test-all test-oldest check docs figures release-check step-cost soak audit clean
+.PHONY: demo bench test test-docs test-all test-oldest check docs figures release-check step-cost soak audit clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/digits.py
@@ -19,6 +19,11 @@ bench: .venv/bench.stamp
 
 test: check
 	$(BIN)/python $(PYTEST) --doctest-modules
+
+# The site, built strictly, and what of the docs, examples, notebooks and wheel takes minutes to test.
+test-docs: docs .venv/dev.stamp
+	$(BIN)/python $(PYTEST) -m "nightly" tests/test_docs_code.py tests/test_docs_notebooks.py \
+		tests/test_docs_site.py tests/test_examples.py tests/test_release.py
 
 # The tests that take minutes as well, those of all trainers and loggers, and the oldest torch.
 test-all: check .venv/integrations.stamp

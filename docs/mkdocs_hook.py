@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs/"
 FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)")
+NOTEBOOK = re.compile(r"\]\([^)\s]+\.ipynb\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -61,6 +62,7 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     for fence in [*FENCE.finditer(text), None]:
         start = fence.start() if fence else len(text)
         prose = indent_lists(LINK.sub(rewritten, text[end:start]))
+        prose = NOTEBOOK.sub(r"\g<0> (to open in Jupyter)", prose)  # a browser shows its JSON
         parts += [prose, fence[0] if fence else ""]
         end = fence.end() if fence else end
     return "".join(parts)

@@ -56,9 +56,9 @@ def _check_packages(options: argparse.Namespace) -> None:
         "plot": ("matplotlib",),
     }.get(options.command, ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly"))
     if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
-        extras = "run" if options.command == "plot" else "torch,bench"
-        fix = f'pip install ".[{extras}]" in a checkout of Mechanic'
-        raise ValueError(f"needs {', '.join(absent)}: {fix}")
+        bench = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+        fix = "pip install matplotlib" if options.command == "plot" else bench
+        raise ValueError(f"it needs {', '.join(absent)}: {fix}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -36,6 +36,11 @@ def blocks(text: str) -> list[Block]:
     return [block for block in made if block.language != "text"]
 
 
+def texts(text: str) -> list[str]:
+    """What the blocks of text say, those right after a block of code and the others."""
+    return [found[3] for found in BLOCK.finditer(text) if found[1] == "text"]
+
+
 def page(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 

@@ -190,9 +190,13 @@ def test_a_mistake_is_one_line_and_exit_2_and_starts_nothing(
 @pytest.mark.parametrize(
     ("absent", "arguments", "said"),
     [
-        ("torch", ["run", "train.py"], "needs torch: pip install torch"),
-        ("matplotlib", ["run", "--plot", "x.png", "train.py"], "--plot needs matplotlib: pip"),
-        ("matplotlib", ["plot", "x"], "needs matplotlib: pip install"),
+        ("torch", ["run", "train.py"], "run: it needs torch: pip install torch\n"),
+        (
+            "matplotlib",
+            ["run", "--plot", "x.png", "train.py"],
+            "run: --plot needs matplotlib: pip install matplotlib\n",
+        ),
+        ("matplotlib", ["plot", "x"], "plot: it needs matplotlib: pip install matplotlib\n"),
         ("optuna rich", ["bench", "--list"], 'needs optuna, rich: pip install ".[torch,bench]"'),
         ("optuna rich numpy tensorboard matplotlib", ["run", "train.py"], ""),
     ],
@@ -230,7 +234,7 @@ def test_a_log_is_written_without_tensorboard_too(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert {path.name for path in (tmp_path / "x").iterdir()} == {"history.jsonl", "summary.json"}
     assert len(Logged(tmp_path / "x").of("SGD")) == 30
-    assert "hint: for TensorBoard's events in the log: pip install tensorboard\n" in run.stderr
+    assert "hint: TensorBoard's events need tensorboard: pip install tensorboard\n" in run.stderr
 
 
 def test_the_supervisor_needs_no_torch(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def as_text(
     if ending.request.log:
         lines += ["", f"log: {ending.request.log}"]
         if not has_tensorboard():
-            lines += hint_lines("for TensorBoard's events in the log: pip install tensorboard")
+            lines += hint_lines("TensorBoard's events need tensorboard: pip install tensorboard")
     return "\n".join(lines) + "\n"
 
 

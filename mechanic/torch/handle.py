@@ -54,7 +54,7 @@ class Tuner:
     >>> for _ in range(20):
     ...     weights.grad = weights.detach() - 2
     ...     optimizer.step()
-    >>> sorted(tuner(optimizer).metrics())  # doctest: +NORMALIZE_WHITESPACE
+    >>> sorted(tuner(optimizer).metrics())
     ['effective_lr/0', 'scale', 'scales', 'signal', 'skipped', 'steps']
     >>> float(tuner(optimizer).scale) > 0
     True
