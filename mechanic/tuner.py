@@ -37,7 +37,8 @@ from mechanic.options import Options, Preset
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # a further factor on the scale in the step that ends the ramp
-OUTLIER = 4.0  # so many times above recent falls the brake begins; at twice that it halves S
+OUTLIER = 4.0  # so many times above recent falls the brake begins, and at twice that it halves S;
+# one step raises the stake so many times at most; a rise counts so much less as a recent fall
 SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the stake the scale changes less
 SAFE = 0.85  # up to this part of `top` a large cosine is taken for noise
@@ -104,14 +105,14 @@ class DefaultState(NamedTuple):
     largest_cosine: Array
     """The largest recent |cosine|"""
     hesitation: Array
-    """What the steps against Δ add up to; 0 in the ramp"""
+    """What the steps against Δ add up to, less after a record fall; 0 in the ramp"""
     recent_fall: Array
     """The largest recent fall of the loss along Δ, −S·h, or rise divided by `OUTLIER`"""
     stake: Array
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
     top: Array
-    """The largest scale of the ramp, or the scale when Δ was last forgotten"""
+    """The largest scale of the ramp, or the scale when Δ was last forgotten. It falls as U grows"""
 
 
 State: TypeAlias = PaperState | DefaultState
@@ -150,7 +151,8 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     1.487
     """
     state, retained = RULES[options.preset].update(options, state, sums)
-    # Parameters that rest keep their part of a Δ that is forgotten, which is no growth either.
+    # What is forgotten is not taken off D: parameters that rest keep their Δ, and it would count as
+    # growth.
     kept = namespace(retained).where(retained > 0, retained, 1.0)
     s, D = _capped(options, state.s), kept * namespace(sums.dd).sqrt(sums.dd)
     return state._replace(s=s, D=D), retained
@@ -161,8 +163,8 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     beside the largest recent one, and x − x_ref follows in part (`_offset_factor`).
 
     A step is *against Δ* if its cosine is negative. The *ramp* is the time until the first of them;
-    it begins anew when many parameters are added. After the ramp every step against Δ makes the
-    tuner hesitate more, so that in noise the scale settles.
+    it begins anew where the scale is 0 or many parameters are added. After the ramp every step
+    against Δ makes the tuner hesitate more, so that in noise the scale settles.
     """
     xp, S = namespace(sums.dg), total(state.s)
     sigma, U = start(options, state, sums)
@@ -195,10 +197,12 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     uncapped = xp.where(goes_on, factor / brake * S * shrunk, sigma)
     s = _capped(options, uncapped / count(state.beta) + 0 * state.beta)
     tuned = total(s)
-    factor = factor * divide(tuned, uncapped)  # at its cap the scale does not move, nor does x
+    if options.max_scale < math.inf:  # where the cap holds the scale, x moves no more than it does
+        factor = xp.where(uncapped > options.max_scale, divide(tuned, S), factor)
 
     top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
     is_wrong = xp.where(is_ramp_over, top * WRONG, 0.0) > tuned
+    # By trust once more: where the base converges by itself, x is not drawn to x_ref.
     offset_factor = xp.where(is_wrong, 0.0, 1 + trust * (_offset_factor(factor) - 1))
     offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
@@ -248,14 +252,15 @@ def _part(fall: Array, of: Array) -> Array:
 
 def _divergence(cosine: Array, largest_cosine: Array, is_safe: Array) -> Array:
     """How much a step against Δ looks like divergence. Without noise cosines come close to 1, and a
-    large one is to be met however slow hesitation has made the tuner. At a scale that the ramp went
-    through it is noise."""
+    large one is to be met however slow hesitation has made the tuner. At a scale well below `top`,
+    which the ramp went through, it is noise."""
     return namespace(cosine).where(is_safe, 0.0, (largest_cosine * cosine) ** 2)
 
 
 def _brake(fall: Array, stake: Array, recent_fall: Array) -> Array:
     """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
-    more than it recently fell. A rise that comes again and again is noise, not divergence."""
+    more than it recently fell. A rise that comes again and again is noise: as S falls it becomes a
+    small part of the stake, and by its fourth power the brake goes."""
     xp = namespace(fall)
     rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1

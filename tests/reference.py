@@ -156,7 +156,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     if new > cap:
-        new, factor = cap, factor * cap / new
+        new, factor = cap, cap / S if S > 0 else 1.0
     recent_fall = max(0.95 * recent_fall, fall, -fall / 4)
     hesitation += max(-c, 0.0)
 

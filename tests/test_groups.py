@@ -204,6 +204,23 @@ def test_a_group_that_is_taken_out(base: Base) -> None:
     assert scale / 10 < float(tuner(opt).scale) < scale * 10
 
 
+@pytest.mark.parametrize("warm_up", [1, 100, 200])
+def test_a_capped_warm_up_goes_no_farther_than_the_base_at_that_lr(warm_up: int) -> None:
+    """As updates grow, the scale at its cap wants to fall and does not; neither does x move."""
+    ends = []
+    for capped in (True, False):
+        weights = nn.Parameter(torch.ones(8))
+        plain = torch.optim.SGD([weights], lr=1.0)
+        opt = mechanize(plain, max_scale=1.0) if capped else plain
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: min(1.0, (t + 1) / warm_up))
+        for _ in range(200):
+            weights.grad = torch.ones(8)
+            opt.step()
+            schedule.step()
+        ends.append(float((weights.detach() - 1).norm()))
+    assert 0.9 * ends[1] < ends[0] < 1.0001 * ends[1]
+
+
 @pytest.mark.parametrize("preset", ["default", "paper"])
 @pytest.mark.parametrize("cap", [1e-3, 1e-5])
 @pytest.mark.parametrize("base", ["SGD", "Adam"])

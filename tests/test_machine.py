@@ -281,6 +281,8 @@ class Machine(RuleBasedStateMachine):
 
     @deed(group=st.integers(0, 7), factor=st.sampled_from([0.0, 0.1, 0.5, 1.05, 1.2, 3.0, 10.0]))
     def change_lr(self, group, factor) -> None:
+        if len(self.frozen) == len(self.params):
+            return  # no step would be made, and the rate stays that of the last one
         group %= len(self.model.lrs)
         lr = min(self.model.lrs[group] * factor if self.model.lrs[group] else 1.0, 100.0)
         self.opt.param_groups[group]["lr"] = self.model.lrs[group] = lr
