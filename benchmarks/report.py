@@ -9,7 +9,6 @@ presets, and `default` the runs of the default preset. All are scored as `mechan
 """
 
 import argparse
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -17,6 +16,7 @@ from statistics import fmean, median
 try:
     from mechanic.bench.record import Run
     from mechanic.bench.report import words
+    from mechanic.bench.report.text import read_runs
     from mechanic.bench.score import (
         Comparison,
         ScoreRow,
@@ -42,25 +42,6 @@ in this folder; [README.md](README.md) says what they are. A row is an optimizer
 task. Budget `short`, three seeds.
 
 {words.EXPLANATION}"""
-
-
-def read(path: Path) -> list[Run]:
-    with path.open(newline="") as file:
-        return [
-            Run(
-                *(line[name] for name in ("suite", "task", "budget", "method", "kind", "base")),  # type: ignore[arg-type]
-                lr=float(line["lr"]),
-                seed=int(line["seed"]),
-                status=line["status"],  # type: ignore[arg-type]
-                start_loss=float(line["start_loss"]),
-                metrics={
-                    key.removeprefix("metrics."): float(value)
-                    for key, value in line.items()
-                    if key.startswith("metrics.") and value
-                },
-            )
-            for line in csv.DictReader(file)
-        ]
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -211,8 +192,8 @@ def main() -> None:
     parser.add_argument("--default", type=Path, help="runs of another rule, as in runs.csv")
     parser.add_argument("--output", type=Path, help="write the report there, not to the terminal")
     options = parser.parse_args()
-    others = [run for folder in FOLDERS for run in read(RESULTS / folder / "runs.csv")]
-    ours = read(options.default or RESULTS / "default" / "runs.csv")
+    others = [run for folder in FOLDERS for run in read_runs(RESULTS / folder / "runs.csv")]
+    ours = read_runs(options.default or RESULTS / "default" / "runs.csv")
     text = report(others, ours)
     if options.output:
         options.output.write_text(text, encoding="utf-8")

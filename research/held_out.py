@@ -16,7 +16,6 @@ losses are those of the same runs, where there is a test set.
 """
 
 import argparse
-import csv
 import math
 import platform
 from collections import defaultdict
@@ -39,7 +38,7 @@ from torch.nn import functional as F  # noqa: N812
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
 from mechanic.bench.record import Run
-from mechanic.bench.report.text import runs_csv
+from mechanic.bench.report.text import read_runs, runs_csv
 from mechanic.bench.score import compare, final_losses, gain, summarize
 from mechanic.bench.task import (
     BuildSettings,
@@ -332,22 +331,6 @@ def execute(constant: bool, cell: Cell) -> Run:
     return Run(*about, "done", start_loss=outcome.start_loss, metrics=outcome.metrics)
 
 
-def kept(path: Path, methods: Sequence[str]) -> Iterator[Run]:
-    """The runs of a file of all methods but these."""
-    with path.open(newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            if line["method"] in methods:
-                continue
-            numbers = {"lr": float(line["lr"]), "start_loss": float(line["start_loss"] or "nan")}
-            metrics = {
-                key.removeprefix("metrics."): float(value)
-                for key, value in line.items()
-                if key.startswith("metrics.") and value
-            }
-            words = {name: line[name] for name in Run.__dataclass_fields__ if name in line}
-            yield Run(**words | numbers | {"seed": int(line["seed"]), "metrics": metrics})  # type: ignore[arg-type]
-
-
 def loss_and_test(runs: Sequence[Run]) -> str:
     losses = (final_losses(runs, metric) for metric in ("train_loss", "test_loss"))
     return ", ".join(f"{fmean(found.values()):.4g}" for found in losses if found)
@@ -403,7 +386,7 @@ def main() -> None:
         chosen = cells(methods, asked.seeds)
         runs = list(pool.map(partial(execute, asked.constant), chosen, chunksize=4))
     if asked.beside:
-        runs += kept(asked.beside, methods)
+        runs += [run for run in read_runs(asked.beside) if run.method not in methods]
     if asked.runs:
         asked.runs.write_text(runs_csv(runs), encoding="utf-8")
     report(runs)

@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from mechanic.bench.record import Run
@@ -142,6 +143,34 @@ def runs_csv(runs: Iterable[Run]) -> str:
         values += [run.metrics.get(key, "") for key in metrics]
         lines.append([*values, *(run.environment.get(key, "") for key in environment)])
     return _csv(lines)
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs of a file that `runs_csv` wrote, or of one with fewer columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Run(
+                suite=line["suite"],
+                task=line["task"],
+                budget=line["budget"],
+                method=line["method"],
+                kind=line["kind"],  # type: ignore[arg-type]
+                base=line["base"],
+                lr=float(line["lr"]),
+                seed=int(line["seed"]),
+                status=line["status"],  # type: ignore[arg-type]
+                reason=line.get("reason", ""),
+                start_loss=float(line["start_loss"] or "nan"),
+                metrics={
+                    key.removeprefix("metrics."): float(value)
+                    for key, value in line.items()
+                    if key.startswith("metrics.") and value
+                },
+                metric=line.get("metric", ""),
+                seconds=float(line.get("seconds") or 0.0),
+            )
+            for line in csv.DictReader(file)
+        ]
 
 
 def summary_csv(comparisons: Sequence[Comparison]) -> str:
