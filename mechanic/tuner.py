@@ -167,30 +167,14 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     against Δ makes the tuner hesitate more, so that in noise the scale settles.
     """
     xp, S = namespace(sums.dg), total(state.s)
-    sigma, U = start(options, state, sums)
     is_new = sums.d > ADDED * state.ramp_size
     goes_on = xp.where(is_new, 0.0, S) > 0  # where not, a ramp begins
     is_ramp_over = state.hesitation > 0
+    seen = _look(options, state, sums, S)
 
-    cosine, fall, recent_part, largest_cosine, stake = _look(options, state, sums, S)
-    # When g is parallel to Δ and the change is small beside recent ones, the base converges by
-    # itself: the scale is left alone.
-    trust = 1 - cosine * cosine * (1 - recent_part)
-    c = divide(trust * cosine, largest_cosine)
-
-    # A record fall makes earlier hesitation count less, by as much as it raises the stake.
-    hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
-    ramp_speed = (1 + maximum(cosine, 0.0)) / 2
-    step = xp.where(is_ramp_over, 2 / (2 + hesitation), ramp_speed) * abs(c)
-    divergence = recent_part * _divergence(cosine, largest_cosine, is_safe=state.top * SAFE > S)
-    # By the square: when all is learned, every step goes along Δ, and the scale would grow without
-    # limit. Up and down alike: in noise the scale would drift otherwise.
-    worth = xp.clip(_part(fall, stake) / LEAST, None, 1.0) ** 2
-    back = xp.where(is_ramp_over, 1.0, BACK)
-    rise = 1 + worth * step
-    fallen = back / (1 + worth * (step + divergence))
-    factor = xp.where(c > 0, rise, xp.where(c < 0, fallen, 1.0))
-    brake = _brake(fall, stake, state.recent_fall)
+    # The scale
+    factor, brake = _factor(state, seen, S, is_ramp_over), _brake(seen, state.recent_fall)
+    sigma, U = start(options, state, sums)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
     shrunk = 1 / maximum(divide(U, state.U), 1.0)
@@ -200,17 +184,19 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     if options.max_scale < math.inf:  # where the cap holds the scale, x moves no more than it does
         factor = xp.where(uncapped > options.max_scale, divide(tuned, S), factor)
 
+    # What is retained of Δ, and of what the tuner knows
     top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
     is_wrong = xp.where(is_ramp_over, top * WRONG, 0.0) > tuned
     # By trust once more: where the base converges by itself, x is not drawn to x_ref.
-    offset_factor = xp.where(is_wrong, 0.0, 1 + trust * (_offset_factor(factor) - 1))
+    offset_factor = xp.where(is_wrong, 0.0, 1 + seen.trust * (_offset_factor(factor) - 1))
     offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
+    hesitation = seen.hesitation + maximum(-seen.c, 0.0)
     learned = {
-        "largest_cosine": largest_cosine,
-        "hesitation": (hesitation + maximum(-c, 0.0)) / xp.where(is_wrong, THAW, 1.0),
-        "recent_fall": maximum(SHORT * state.recent_fall, maximum(fall, -fall / OUTLIER)),
-        "stake": stake,
+        "largest_cosine": seen.largest_cosine,
+        "hesitation": hesitation / xp.where(is_wrong, THAW, 1.0),
+        "recent_fall": maximum(SHORT * state.recent_fall, maximum(seen.fall, -seen.fall / OUTLIER)),
+        "stake": seen.stake,
         "top": xp.where(is_wrong, tuned, top),
     }
     learned = {name: xp.where(goes_on, value, 0.0) for name, value in learned.items()}
@@ -222,27 +208,38 @@ class _Seen(NamedTuple):
     """What the default rule sees in a step."""
 
     cosine: Array
+    """Of Δ and −g"""
+    largest_cosine: Array
     fall: Array
+    """What the loss falls by along Δ, −S·h"""
     recent_part: Array
     """|fall| as a part of the largest recent one, at most 1"""
-    largest_cosine: Array
     stake: Array
+    trust: Array
+    """From 0 to 1: how far the scale, and not the base, is to answer to the cosine"""
+    c: Array
+    """The cosine beside the largest recent one, as far as it is trusted; from −1 to 1"""
+    hesitation: Array
+    """That of the steps before this one, less after a record fall"""
 
 
 def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     xp = namespace(sums.dg)
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
+    largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
     fall = finite(-S * h)
+    recent_part = xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0)
+    # When g is parallel to Δ and the change is small beside recent ones, the base converges by
+    # itself: the scale is left alone.
+    trust = 1 - cosine * cosine * (1 - recent_part)
+    c = divide(trust * cosine, largest_cosine)
     # One blow-up must not make all that follows look like nothing.
     most = xp.where(state.stake > 0, OUTLIER * state.stake, math.inf)
-    return _Seen(
-        cosine,
-        fall,
-        recent_part=xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0),
-        largest_cosine=maximum(mean(state.beta) * state.largest_cosine, abs(cosine)),
-        stake=maximum(xp.clip(abs(fall), None, most), state.stake),
-    )
+    stake = maximum(xp.clip(abs(fall), None, most), state.stake)
+    # A record fall makes earlier hesitation count less, by as much as it raises the stake.
+    hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
+    return _Seen(cosine, largest_cosine, fall, recent_part, stake, trust, c, hesitation)
 
 
 def _part(fall: Array, of: Array) -> Array:
@@ -250,21 +247,33 @@ def _part(fall: Array, of: Array) -> Array:
     return divide(namespace(fall).clip(abs(fall), None, of), of)
 
 
-def _divergence(cosine: Array, largest_cosine: Array, is_safe: Array) -> Array:
-    """How much a step against Δ looks like divergence. Without noise cosines come close to 1, and a
-    large one is to be met however slow hesitation has made the tuner. At a scale well below `top`,
-    which the ramp went through, it is noise."""
-    return namespace(cosine).where(is_safe, 0.0, (largest_cosine * cosine) ** 2)
+def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> Array:
+    """What the scale is multiplied with, but for the brake and the growth of updates."""
+    xp = namespace(S)
+    ramp_speed = (1 + maximum(seen.cosine, 0.0)) / 2
+    step = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed) * abs(seen.c)
+    # Without noise cosines come close to 1, and a large one against Δ means divergence, which is to
+    # be met however slow hesitation has made the tuner. At a scale well below `top`, which the ramp
+    # went through, it is noise.
+    is_safe = state.top * SAFE > S
+    against = xp.where(is_safe, 0.0, (seen.largest_cosine * seen.cosine) ** 2)
+    divergence = seen.recent_part * against
+    # By the square: when all is learned, every step goes along Δ, and the scale would grow without
+    # limit. Up and down alike: in noise the scale would drift otherwise.
+    worth = xp.clip(_part(seen.fall, seen.stake) / LEAST, None, 1.0) ** 2
+    rise = 1 + worth * step
+    fallen = xp.where(is_ramp_over, 1.0, BACK) / (1 + worth * (step + divergence))
+    return xp.where(seen.c > 0, rise, xp.where(seen.c < 0, fallen, 1.0))
 
 
-def _brake(fall: Array, stake: Array, recent_fall: Array) -> Array:
+def _brake(seen: _Seen, recent_fall: Array) -> Array:
     """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
     more than it recently fell. A rise that comes again and again is noise: as S falls it becomes a
     small part of the stake, and by its fourth power the brake goes."""
-    xp = namespace(fall)
-    rise = xp.clip(-fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
+    xp = namespace(seen.fall)
+    rise = xp.clip(-seen.fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
-    return 1 + excess * (_part(fall, stake) ** 2) ** 2
+    return 1 + excess * (_part(seen.fall, seen.stake) ** 2) ** 2
 
 
 def _offset_factor(factor: Array) -> Array:

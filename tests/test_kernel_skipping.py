@@ -1,8 +1,13 @@
 """The kernels on NaN and inf, with scalers, and with clipping."""
 
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from cases import case
+from comparing import DISPLACEMENT
 from lockstep import (
     BASES,
     DEVICE,
@@ -19,6 +24,7 @@ from lockstep import (
 )
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
 
 pytestmark = on_kernels
 
@@ -71,6 +77,62 @@ def test_what_is_not_finite_is_let_through_on_request(base):
         assert int(side.mechanism.counts.read().steps) == 3
         assert int(side.mechanism.counts.read().skipped) == 0
         assert side.params[1].isnan().any()
+
+
+class Broken(SGD):
+    """A base of which nothing is known. A step that finds a value here makes an update of it."""
+
+    values: ClassVar[list[float]] = []
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for value in self.values:
+            self.param_groups[-1]["params"][-1].data[0, 0] = value
+
+
+@pytest.fixture
+def values() -> Iterator[list[float]]:
+    yield Broken.values
+    Broken.values.clear()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("steps_before", [2, STEPS])
+def test_an_unknown_base_that_breaks_by_itself(value, steps_before, values):
+    lock = Lock(lambda params: Broken(params, lr=1.0, momentum=0.9), FEW)
+    lock.run(steps_before)
+    before = [param.detach().clone() for param in lock.fast.params]
+    values.append(value)
+    with pytest.warns(RuntimeWarning, match="the update of Broken held NaN or inf"):
+        lock.run(3)  # the plain path tells each of them
+    assert lock.fast.ran_kernels(known=False)
+    assert all(map(torch.equal, before, lock.fast.params))
+    values.clear()
+    lock.run(STEPS)
+    assert int(lock.fast.mechanism.counts.read().skipped) == 3
+    lock.assert_same()
+    assert lock.fast.ran_kernels(known=False)
+
+
+@pytest.mark.parametrize("base", ["AdamW", "Lion", "SGD-momentum", "Any", "Own"])
+def test_an_infinite_weight_stays_and_the_others_train(base):
+    lock = Lock(BASES[base], FEW)
+    for side in lock.sides:
+        side.params[1].data[0, 0] = -math.inf
+    for _ in range(STEPS):
+        gradients = lock.gradients()
+        gradients[1][0, 0] = 0.0
+        lock.step(gradients)
+    assert lock.fast.ran_kernels(known=base in KNOWN)
+    for side in lock.sides:
+        assert side.params[1][0, 0] == -math.inf
+        assert side.displacements[1][0, 0] == 0
+        side.params[1].data[0, 0] = 0.0
+        for name, value in side.optimizer.state[side.params[1]].items():
+            if name != DISPLACEMENT and value.ndim:  # a decay of the gradient is infinite there
+                value[0, 0] = 0.0
+    assert int(lock.fast.mechanism.counts.read().skipped) == 0
+    lock.assert_same()
 
 
 def test_a_scaler_that_a_fused_base_unscales_for():

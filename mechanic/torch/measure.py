@@ -17,7 +17,7 @@ from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import StepRates
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor
-from mechanic.torch.scalars import Numbers, can_look, scalar_dtype
+from mechanic.torch.scalars import Numbers, can_look, can_wait, scalar_dtype
 from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
 
@@ -258,7 +258,7 @@ def _typical_size(tensor: Tensor) -> Tensor:
 
 def _look_for_infinite(optimizer: Any, ready: Ready, new: list[Tensor]) -> None:
     """Note whether weights are infinite: of all parameters the first time, then of new ones."""
-    if not can_look(ready.home):
+    if not can_wait(ready.home):
         return
     known = _has_infinite.get(optimizer)
     if known is None:

@@ -45,7 +45,7 @@ from mechanic.torch.rates import (
     step_name,
     typed_lr,
 )
-from mechanic.torch.scalars import Numbers, are_floats, can_look, pack, scalar_dtype
+from mechanic.torch.scalars import Numbers, are_floats, can_look, can_wait, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
 from mechanic.torch.vectors import Batch, Coefficients
 
@@ -233,11 +233,12 @@ def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
     rate that makes neither it nor what is computed on the way to it too large or too small. By a
     power of two, so that nothing is rounded. The update of a base of which nothing is known is
     always looked at: it may hold NaN whatever the gradients."""
+    is_unknown = not is_proportional(call.base_step) and ready.ranks is None
+    ready = ready._replace(doubts_update=is_unknown and can_wait(ready.home))
     if not can_look(ready.home):
         return ready
     history = call.mechanism.history
     history.has_met_extremes = history.has_met_extremes or is_extreme(ready, parts)
-    is_unknown = not is_proportional(call.base_step) and ready.ranks is None
     ready = ready._replace(doubts_update=history.has_met_extremes or is_unknown)
     factor = _suitable_factor(call, ready, parts)
     if factor == 1:
@@ -335,7 +336,8 @@ def _complete(call: Call, ready: Ready, parts: Parts, proposal: Proposal) -> tun
 def _refuse_nonfinite_update(call: Call, ready: Ready, uu: Tensor) -> None:
     """Skip a step whose gradients are finite but whose update is not, where the update is measured
     before it is applied."""
-    if not ready.options.skip_nonfinite or not can_look(ready.home) or math.isfinite(float(uu)):
+    looks = ready.doubts_update or can_look(ready.home)
+    if not ready.options.skip_nonfinite or not looks or math.isfinite(float(uu)):
         return
     warnings.warn(
         f"mechanic: a step was skipped, because the update of {type(call.optimizer).__name__} "

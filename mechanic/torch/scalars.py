@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from mechanic import tuner
 from mechanic.arrays import Array, divide
 from mechanic.options import Options
-from mechanic.torch.capture import is_traced
+from mechanic.torch.capture import is_capturing, is_traced
 
 
 class Numbers(NamedTuple):
@@ -118,6 +118,13 @@ def can_look(home: torch.device) -> bool:
     """Whether the tuner's numbers can be read without waiting for a device, and no one traces what
     is done to them."""
     return home.type == "cpu" and not is_traced() and not is_in_torch_dispatch_mode()
+
+
+def can_wait(home: torch.device) -> bool:
+    """Whether the tuner's numbers can be read, if need be by waiting for a device: no one traces
+    the step or captures it in a CUDA graph."""
+    is_recorded = is_traced() or is_in_torch_dispatch_mode() or is_capturing(home)
+    return home.type != "meta" and not is_recorded
 
 
 def are_floats(options: Options, home: torch.device) -> bool:

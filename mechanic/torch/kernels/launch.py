@@ -117,8 +117,9 @@ def copy_params(plan: Plan, copies: dict[torch.dtype, Tensor]) -> None:
         )
 
 
-def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
-    """‖u‖², where it is measured: before a known base's step, after any other's."""
+def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, looks: bool) -> None:
+    """‖u‖², where it is measured: before a known base's step, after any other's. In all steps, if
+    it `looks` for NaN and inf."""
     layout, coefficients = plan.layout, plan.groups.coefficients
     groups, grads, count = inputs.groups, inputs.grads, len(plan.groups.bases)
     if plan.is_known:
@@ -138,6 +139,7 @@ def square_proposals(plan: Plan, mechanism: Mechanism, inputs: Inputs) -> None:
             SLOTS=len(kind.base.slots),
             ALIGNED=kind.is_aligned,
             FIRST_STEPS=FIRST_STEPS,
+            LOOKS=looks,
             X_TYPE=_TYPES[kind.x],
             G_TYPE=_TYPES[kind.grad],
             S_TYPE=_TYPES[kind.slots],
@@ -184,18 +186,23 @@ def tell_update(plan: Plan, late: Tensor) -> None:
     _launch(plan, scalar_passes.tell_update, None, 1, given, (), _MORE_WARPS)
 
 
-def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> None:
-    """The tuner's step, and what follows from it for each group."""
+def tune(
+    plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool, looks: bool
+) -> None:
+    """The tuner's step, and what follows from it for each group. If it `looks`, a step whose update
+    holds NaN or inf is skipped."""
     options, layout, groups = mechanism.options, plan.layout, plan.groups
     columns, count = len(options.betas), len(groups.bases)
     scaler = inputs.found_inf, inputs.grad_scale
     late: tuple[Tensor | None, Tensor | None] = (None, None)
     if plan.message is not None and with_u:
         late = plan.message.late, inputs.has_risen
+    elif looks:
+        late = None, inputs.has_risen
     _launch(
         plan,
         scalar_passes.tune,
-        (with_u, mechanism.frozen, *map(_alignment, (*scaler, late[1], inputs.news))),
+        (with_u, looks, mechanism.frozen, *map(_alignment, (*scaler, late[1], inputs.news))),
         1,
         (
             *(mechanism.scalars.packed, mechanism.counts.packed),
@@ -207,8 +214,8 @@ def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool) -> N
         (
             *(write_rule(options, frozen=mechanism.frozen), columns),
             *(triton.next_power_of_2(columns), triton.next_power_of_2(count)),
-            *(options.skip_nonfinite, tuner.reads_x(options), with_u, bool(plan.counters.steps)),
-            mechanism.process_group is None,
+            *(options.skip_nonfinite, tuner.reads_x(options), with_u, looks),
+            *(bool(plan.counters.steps), mechanism.process_group is None),
         ),
         _MORE_WARPS,
     )

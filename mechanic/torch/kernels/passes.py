@@ -250,6 +250,12 @@ def _propose(x, g, first, second, bias_1, bias_2, coefficients, BASE: tl.constex
 
 
 @triton.jit
+def _of_finite(point, proposal):
+    """A proposal, and 0 where the weight is NaN or inf: it does not move, and inf − inf is NaN."""
+    return tl.where(tl.abs(point) < float("inf"), proposal, 0.0)
+
+
+@triton.jit
 def _propose_block(
     x, grad, first, second, index, count, bias_1, bias_2, coefficients,
     BASE: tl.constexpr, SLOTS: tl.constexpr, MASKED: tl.constexpr,
@@ -265,7 +271,7 @@ def _propose_block(
     proposal, slot_1, slot_2 = _propose(
         point, gradient, slot_1, slot_2, bias_1, bias_2, coefficients, BASE
     )
-    return point, proposal, slot_1, slot_2
+    return point, _of_finite(point, proposal), slot_1, slot_2
 
 
 @triton.jit
@@ -350,16 +356,18 @@ def is_update_needed(counts, has_risen, FIRST_STEPS: tl.constexpr):
 def square_proposals(
     table, grads, chunks, partials, total, groups, coefficients, biases, counts, has_risen, copy,
     BASE: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, FIRST_STEPS: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    LOOKS: tl.constexpr, X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, S_TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """‖u‖² of each chunk, in the steps in which it is measured: of what a known base is going to
-    propose, and where `BASE` is "any", of what it has added to the copy of x."""
+    """‖u‖² of each chunk, in the steps in which it is measured, or in all if it `LOOKS` for NaN and
+    inf: of what a known base is going to propose, and where `BASE` is "any", of what it has added
+    to the copy of x."""
     program = tl.program_id(0)
     partials += UU * total + program
     tl.store(partials, 0.0)
-    if not is_update_needed(counts, has_risen, FIRST_STEPS):
-        return
+    if not LOOKS:
+        if not is_update_needed(counts, has_risen, FIRST_STEPS):
+            return
     tensor, offset, count = _find_chunk(chunks, table, program, CHUNK)
     address = tl.load(grads + tensor)
     if (address == 0) | (tl.load(table + tensor * COLUMNS + COUNTS) == 0):
@@ -373,7 +381,8 @@ def square_proposals(
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
-            proposal = _load(copy, index, count, True) - _load(x, index, count, True)
+            point = _load(x, index, count, True)
+            proposal = _of_finite(point, _load(copy, index, count, True) - point)
             squares += proposal * proposal
             begin += BLOCK
     else:
@@ -414,7 +423,7 @@ def _move_block(
     x, delta, copy, index, place, count, step_number, coefficients, MASKED: tl.constexpr,
 ):  # fmt: skip
     point = _load(x, index, count, MASKED)
-    proposal = _load(copy, index, count, MASKED) - point
+    proposal = _of_finite(point, _load(copy, index, count, MASKED) - point)
     displacement = _load(delta, index, count, MASKED)
     stored_per_proposal = tl.load(coefficients + STORED_PER_PROPOSAL)
     if stored_per_proposal != 0.0:  # at an lr of 0 all stays as it is

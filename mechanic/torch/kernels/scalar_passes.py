@@ -282,7 +282,7 @@ def _meet_new(packed, news, is_met, lane, BETAS: tl.constexpr):
 @triton.jit
 def _read_sums(
     dg, partials, total, message, late, counts, has_risen, share, unscale, clip,
-    WITH_X: tl.constexpr, WITH_U: tl.constexpr,
+    WITH_X: tl.constexpr, WITH_U: tl.constexpr, LOOKS: tl.constexpr,
 ):  # fmt: skip
     """The sums of the step: over all chunks, or over all processes where there is a message."""
     zero = tl.full((), 0.0, tl.float64)
@@ -292,6 +292,8 @@ def _read_sums(
             dx, xx = _total(partials, DX, total) * share, _total(partials, XX, total)
         if WITH_U:
             uu = _total(partials, UU, total)
+        if LOOKS:
+            uu = tl.where(is_update_needed(counts, has_risen, _FIRST_STEPS), uu, 0.0)
         factor = unscale * clip
         dg = dg * share * factor
         dd = _total(partials, DD, total) * share * share
@@ -327,11 +329,12 @@ def tune(
     groups, count, coefficients, rates, verdict,
     found_inf, grad_scale, max_norm, table, grads, tensors, biases,
     RULE: tl.constexpr, BETAS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
-    SKIPS: tl.constexpr, WITH_X: tl.constexpr, WITH_U: tl.constexpr, BIASED: tl.constexpr,
-    CHOOSES: tl.constexpr,
+    SKIPS: tl.constexpr, WITH_X: tl.constexpr, WITH_U: tl.constexpr, LOOKS: tl.constexpr,
+    BIASED: tl.constexpr, CHOOSES: tl.constexpr,
 ):  # fmt: skip
     """The tuner's step: from the sums to what is done to each group. `packed` holds the tuner's
-    numbers, a row of as many as there are `BETAS` for each."""
+    numbers, a row of as many as there are `BETAS` for each. If it `LOOKS`, a step whose update
+    holds NaN or inf is skipped."""
     unscale = _unscale(grad_scale)
     clip = _clip(partials, total, message, unscale, max_norm)
     if message is None:
@@ -345,6 +348,8 @@ def tune(
     unit = tl.load(settings + UNIT, mask=inside, other=0.0)
     share = tl.load(packed + _SHARE * BETAS)
     finite = _is_finite(dg, packed, message, share, unit, found_inf, BETAS, SKIPS)
+    if LOOKS:
+        finite = finite & (_total(partials, UU, total) < float("inf"))
     if message is None:
         takes_part = (_has_live_group(settings, lr, inside) != 0) & finite
         if news is not None:  # their state is made, even if this step is not
@@ -355,7 +360,7 @@ def tune(
     first_share = _first_share(share, counts, group, lr, unit, finite, GROUPS, CHOOSES)
     dg, dx, gg, xx, dd, uu = _read_sums(
         dg, partials, total, message, late, counts, has_risen, share, unscale, clip,
-        WITH_X, WITH_U,
+        WITH_X, WITH_U, LOOKS,
     )  # fmt: skip
     S, share, x_per_stored, kept = RULE(
         packed, first_share, dg, dx, gg, xx, dd, uu, takes_part, tl.sum(lr, 0), lane

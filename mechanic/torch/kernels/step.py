@@ -197,11 +197,11 @@ def _run_known(call: Call, begun: Begun) -> Any:
     if counters.is_on_host:
         counters.mirror()
     if with_u:
-        launch.square_proposals(plan, mechanism, inputs)
+        launch.square_proposals(plan, mechanism, inputs, looks=False)
         if plan.message is not None:
             launch.tell_update(plan, plan.message.late)
             begin_sum(plan.message.ranks, plan.message.late)()
-    launch.tune(plan, mechanism, inputs, with_u=with_u)
+    launch.tune(plan, mechanism, inputs, with_u=with_u, looks=False)
     if is_asked:
         plan.question.ask(plan.verdict[0])
     launch.update(plan, inputs)
@@ -225,7 +225,10 @@ def _run_any(call: Call, begun: Begun, copies: "PackedCopies") -> Any:
         launch.copy_params(plan, copies.memory)
         if is_asked:
             finite = Flag(plan.question.wait())  # while the copy is made
-        result, with_u = call.loss, begun.rates.measures_update and not finite.is_no
+        # The update of a base of which nothing is known may hold NaN whatever the gradients.
+        looks = mechanism.options.skip_nonfinite and not is_proportional(call.base_step)
+        looks = looks and not finite.is_no
+        result, with_u = call.loss, looks or (begun.rates.measures_update and not finite.is_no)
         if not finite.is_no:
             twin = copies.twin
             twin.prepare(call.optimizer, begun.rates.rates)
@@ -236,7 +239,7 @@ def _run_any(call: Call, begun: Begun, copies: "PackedCopies") -> Any:
             twin.take_over(call.optimizer)
             copies.gather()
         if with_u:
-            launch.square_proposals(plan, mechanism, inputs)
-        launch.tune(plan, mechanism, inputs, with_u=with_u)
+            launch.square_proposals(plan, mechanism, inputs, looks=looks)
+        launch.tune(plan, mechanism, inputs, with_u=with_u, looks=looks)
         launch.move(plan, inputs)
     return result

@@ -1,6 +1,6 @@
 """Does a run come back: after a start that goes wrong, and where a step too far is hard to undo?
 
-    python research/recovery.py              # some ten minutes on two cores
+    python tests/recovery.py                 # sweeps every task, some ten minutes on two cores
 
 Small tasks at a constant learning rate, each beside a sweep of fixed ones. Prints the excess over
 the best of the sweep in percent of what training gained, for each seed: 0 is as good, 100 is where
@@ -8,7 +8,8 @@ the run began.
 
 - wrong-5, wrong-20: the first updates of the base are turned around
 - large: its first three are 1,000 times as large
-- dead: eight layers of ReLU, clipped, in which a step too far leaves no gradient
+- dead: eight layers of ReLU, clipped, in which a step too far leaves no gradient. They begin with
+  He's weights: with those of torch SGD leaves the start at no learning rate
 - rnn: a recurrent net of ReLU that explodes, clipped
 - cliff: a loss of the fourth power, clipped, so that the gradient does not tell how far it is
 """
@@ -34,6 +35,21 @@ RATES = {
 SPOILED = {"wrong-5": (5, -1.0), "wrong-20": (20, -1.0), "large": (3, 1000.0)}
 TASKS = (*SPOILED, "dead", "rnn", "cliff")
 STEPS, LENGTH = 800, 30
+BEST = {
+    ("wrong-5", "sgd"): 1e-1,
+    ("wrong-5", "adam"): 1e-2,
+    ("wrong-20", "sgd"): 1e-1,
+    ("wrong-20", "adam"): 1e-2,
+    ("large", "sgd"): 1e-1,
+    ("large", "adam"): 1e-2,
+    ("dead", "sgd"): 10**-1.5,
+    ("dead", "adam"): 1e-3,
+    ("rnn", "sgd"): 1e-3,
+    ("rnn", "adam"): 10**-2.5,
+    ("cliff", "sgd"): 1e-2,
+    ("cliff", "adam"): 1e-2,
+}
+"""The best rate of the sweep for each task and base, as the last run of this script printed it."""
 
 
 class Job(NamedTuple):
@@ -59,11 +75,14 @@ class Recurrent(nn.Module):
         return self.head(self.net(x)[0][:, -1])[:, 0]  # type: ignore[no-any-return]
 
 
-def perceptron(depth: int, width: int) -> nn.Sequential:
-    """A net for the digits."""
+def perceptron(depth: int, width: int, he: bool = False) -> nn.Sequential:
+    """A net for the digits, with He's weights where `he` says so."""
     layers: list[nn.Module] = []
     for i in range(depth):
-        layers += [nn.Linear(64 if i == 0 else width, width), nn.ReLU()]
+        layer = nn.Linear(64 if i == 0 else width, width)
+        if he:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
@@ -83,7 +102,7 @@ class Problem:
         else:
             images, labels = load_digits(return_X_y=True)
             self.images, self.labels = torch.tensor(images / 8 - 1).float(), torch.tensor(labels)
-            self.net = perceptron(8, 32) if task == "dead" else perceptron(2, 64)
+            self.net = perceptron(8, 32, he=True) if task == "dead" else perceptron(2, 64)
             self.loss = self._classify
 
     def _classify(self) -> Tensor:
@@ -147,6 +166,11 @@ def train(job: Job) -> tuple[Job, float, float]:
     return job, losses[0], end if math.isfinite(end) else math.inf
 
 
+def excess(start: float, end: float, best: float) -> float:
+    """What a loss is above the best of a sweep, in percent of what training gained."""
+    return 100 * (end - best) / (start - best)
+
+
 def main() -> None:
     """Sweep, run Mechanic, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -166,12 +190,9 @@ def main() -> None:
         means = {lr: mean(end for job, _, end in here if job.lr == lr) for lr in RATES[base]}
         best = min(means, key=lambda lr: means[lr])
         start = mean(first for _, first, _ in here)
-        excess = [
-            f"{100 * (end - means[best]) / (start - means[best]):+.1f}"
-            for job, _, end in here
-            if job.lr is None
-        ]
-        print(f"| {task} | {base} | {best:.0e} | {means[best]:.3g} | {', '.join(excess)} |")
+        own_ends = [end for job, _, end in here if job.lr is None]
+        each = ", ".join(f"{excess(start, end, means[best]):+.1f}" for end in own_ends)
+        print(f"| {task} | {base} | {best:.0e} | {means[best]:.3g} | {each} |")
 
 
 if __name__ == "__main__":
