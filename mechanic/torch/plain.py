@@ -233,13 +233,14 @@ def _suit_gradients(call: Call, ready: Ready, parts: Parts) -> Ready:
     rate that makes neither it nor what is computed on the way to it too large or too small. By a
     power of two, so that nothing is rounded. The update of a base of which nothing is known is
     always looked at: it may hold NaN whatever the gradients."""
-    is_unknown = not is_proportional(call.base_step) and ready.ranks is None
-    ready = ready._replace(doubts_update=is_unknown and can_wait(ready.home))
-    if not can_look(ready.home):
+    if not can_wait(ready.home):
         return ready
     history = call.mechanism.history
     history.has_met_extremes = history.has_met_extremes or is_extreme(ready, parts)
+    is_unknown = not is_proportional(call.base_step) and ready.ranks is None
     ready = ready._replace(doubts_update=history.has_met_extremes or is_unknown)
+    if not can_look(ready.home):
+        return ready
     factor = _suitable_factor(call, ready, parts)
     if factor == 1:
         return ready

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mechanic.torch.kernels import passes
+from mechanic.torch.kernels import columns
 from mechanic.torch.kernels.gradients import EMPTY
 from mechanic.torch.kernels.layout import Section
 from mechanic.torch.kernels.plan import Plan
@@ -84,4 +84,4 @@ class Arrivals:
 
 def _signs(rows: list[list[float]]) -> list[tuple[bool, float]]:
     """What of the groups' settings goes into the sums."""
-    return [(row[passes.LR.value] != 0, row[passes.SIGN.value]) for row in rows]
+    return [(row[columns.LR.value] != 0, row[columns.SIGN.value]) for row in rows]

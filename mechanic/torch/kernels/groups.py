@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.flag import Flag
-from mechanic.torch.kernels import passes
+from mechanic.torch.kernels import columns
 from mechanic.torch.kernels.known import KnownBase, hyperparameters
 from mechanic.torch.kernels.layout import Entry
 from mechanic.torch.kernels.upload import upload
@@ -25,7 +25,7 @@ class GroupTable:
         """The settings as they are typed, and the table of them on the device"""
         self.has_tensor_lr = False
         empty = torch.zeros((), dtype=torch.float32, device=device)
-        self.coefficients = empty.new_zeros(len(bases), passes.COEFFICIENTS.value)
+        self.coefficients = empty.new_zeros(len(bases), columns.COEFFICIENTS.value)
         """What a step does to each group, which the kernel `tune` writes for those after it"""
         self.rates = empty.new_zeros(len(bases))
         self.effective_lrs = list(self.rates.unbind())
@@ -61,9 +61,9 @@ class GroupTable:
         for index, lr in enumerate(lrs):
             if isinstance(lr, Tensor):
                 row = placed[index]
-                row[passes.LR.value].copy_(lr.reshape(()), non_blocking=True)
+                row[columns.LR.value].copy_(lr.reshape(()), non_blocking=True)
                 unit: Any = rates[index].unit
-                row[passes.UNIT.value].copy_(unit, non_blocking=True)
+                row[columns.UNIT.value].copy_(unit, non_blocking=True)
         return placed
 
     def _row(self, optimizer: Any, index: int, rate: Rate, is_present: bool) -> list[float]:

@@ -18,7 +18,7 @@ class KnownBase(NamedTuple):
     """A base whose update the kernels compute, as one group of it is set."""
 
     formula: str
-    """The name of its formula in the kernel `passes._propose`"""
+    """The name of its formula in the kernel `formulas.propose`"""
     slots: tuple[str, ...]
     """The entries of its state that are as large as the parameter"""
     has_steps: bool = False

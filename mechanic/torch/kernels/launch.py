@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mechanic import tuner
 from mechanic.advance import FIRST_STEPS
-from mechanic.torch.kernels import passes, scalar_passes
+from mechanic.torch.kernels import columns, passes, scalar_passes
 from mechanic.torch.kernels.layout import Section
 from mechanic.torch.kernels.plan import Plan
 from mechanic.torch.kernels.rule import write_rule
@@ -69,7 +69,7 @@ def _launch(
 def try_out(device: torch.device) -> None:
     """Launch a small kernel; raises what Triton raises where it does not work."""
     counts = torch.zeros(2, dtype=torch.int32, device=device)
-    table = torch.zeros(passes.COLUMNS.value, dtype=torch.int64, device=device)
+    table = torch.zeros(columns.COLUMNS.value, dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         passes.copy_params[(1,)](table, counts, table, True, tl.int64, 1, 1)
 
@@ -186,9 +186,7 @@ def tell_update(plan: Plan, late: Tensor) -> None:
     _launch(plan, scalar_passes.tell_update, None, 1, given, (), _MORE_WARPS)
 
 
-def tune(
-    plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool, looks: bool
-) -> None:
+def tune(plan: Plan, mechanism: Mechanism, inputs: Inputs, *, with_u: bool, looks: bool) -> None:
     """The tuner's step, and what follows from it for each group. If it `looks`, a step whose update
     holds NaN or inf is skipped."""
     options, layout, groups = mechanism.options, plan.layout, plan.groups

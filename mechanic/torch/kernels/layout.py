@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.kernels import passes
+from mechanic.torch.kernels import columns, passes
 from mechanic.torch.kernels.host import StepCounters
 from mechanic.torch.kernels.known import KnownBase
 from mechanic.torch.kernels.upload import upload
@@ -139,7 +139,7 @@ class Layout:
         self.table = upload(self._rows(sizes, counters), torch.int64, self.device)
         rows = [[tensor, own] for tensor, count in enumerate(counts) for own in range(count)]
         self.chunks = upload(rows, torch.int32, self.device)
-        size = passes.SUMS * self.total
+        size = columns.SUMS * self.total
         self.partials = torch.zeros(size, dtype=torch.float64, device=self.device)
         """The sums of each chunk"""
         self.sections = self._cut([entry.kind._replace(is_large=False) for entry in entries])

@@ -8,41 +8,41 @@ tensors are, sums over chunks in float64, always in the same order.
 import triton
 import triton.language as tl
 
+from mechanic.torch.kernels.columns import (
+    ALL_GG,
+    COEFFICIENTS,
+    COLUMNS,
+    COUNTS,
+    DD,
+    DELTA,
+    DG,
+    DX,
+    FACTOR,
+    FIRST,
+    GG,
+    GROUP,
+    KEPT,
+    LR,
+    NUMEL,
+    PLACE,
+    SECOND,
+    SETTINGS,
+    SIGN,
+    STORED_PER_PROPOSAL,
+    UNIT,
+    UPDATES,
+    UU,
+    X_PER_PROPOSAL,
+    X_PER_STORED,
+    XX,
+    X,
+)
+from mechanic.torch.kernels.formulas import propose
+
 CHUNK = 32768
 """The elements that one program sums up"""
 BLOCK = 1024
 """The elements that one program updates"""
-
-
-class _Column(tl.constexpr):
-    """A number that the kernels know. Triton compares those at each launch, slowly by default."""
-
-    def __ne__(self, other: object) -> bool:
-        return self.value != getattr(other, "value", None)
-
-
-# The columns of the table of tensors.
-X, DELTA, FIRST, SECOND, STEP, NUMEL, GROUP, PLACE, COUNTS = map(_Column, range(9))
-COLUMNS = _Column(9)
-"""The addresses of x, Δ, the base's two slots and its count of steps; the number of elements, the
-group, the place in the copy of x, and 0 where it counts on another process that holds the same"""
-
-# The columns of the table of groups: their settings, as they are typed.
-LR, UNIT, SIGN, PRESENT, A, B, EPS, DECAY, LOG_A, LOG_B, BASE_LR = map(_Column, range(11))
-SETTINGS = _Column(11)
-
-# The columns of what a step does to a group, which `tune` writes for the passes after it: how the
-# parameters and the stored displacements are moved, and the settings that the base is run at.
-X_PER_STORED, X_PER_PROPOSAL, STORED_PER_PROPOSAL, KEPT, FACTOR = map(_Column, range(5))
-USED_A, REST_A, USED_B, REST_B, USED_EPS, USED_DECAY, USED_BASE_LR = map(_Column, range(5, 12))
-COEFFICIENTS = _Column(12)
-
-# The counts, in the order of `mechanic.torch.counts.Counted`.
-STEPS, UPDATES, SKIPPED, SKIPPED_IN_A_ROW = map(_Column, range(4))
-
-# The columns of `partials`, one for each sum; ⟨Δ, g⟩ is the first (`step._run_any`).
-DG, DD, ALL_GG, GG, DX, XX, UU = map(_Column, range(7))
-SUMS = 7
 
 
 @triton.jit
@@ -218,38 +218,6 @@ def sum_up(
 
 
 @triton.jit
-def _propose(x, g, first, second, bias_1, bias_2, coefficients, BASE: tl.constexpr):
-    """What a base adds to x at an lr of `USED_BASE_LR`, and its next state."""
-    decay, a, rest_a = (
-        tl.load(coefficients + USED_DECAY),
-        tl.load(coefficients + USED_A),
-        tl.load(coefficients + REST_A),
-    )
-    b, rest_b = tl.load(coefficients + USED_B), tl.load(coefficients + REST_B)
-    if (BASE == "adam" or BASE == "sgd") or (BASE == "momentum" or BASE == "nesterov"):
-        g += decay * x
-    if BASE == "adam" or BASE == "adamw":
-        first += rest_a * (g - first)
-        second = b * second + rest_b * g * g
-        direction = bias_1 * first / (bias_2 * tl.sqrt(second) + tl.load(coefficients + USED_EPS))
-        if BASE == "adamw":
-            direction += decay * x
-    elif BASE == "lion":
-        mixed = a * first + rest_a * g
-        direction = tl.where(mixed > 0, 1.0, 0.0) - tl.where(mixed < 0, 1.0, 0.0) + decay * x
-        first = b * first + rest_b * g
-    elif BASE == "sgd":
-        direction = g
-    else:
-        tl.static_assert(BASE == "momentum" or BASE == "nesterov", "the kernel has no such formula")
-        first = a * first + rest_b * g
-        direction = first
-        if BASE == "nesterov":
-            direction = g + a * first
-    return -tl.load(coefficients + USED_BASE_LR) * direction, first, second
-
-
-@triton.jit
 def _of_finite(point, proposal):
     """A proposal, and 0 where the weight is NaN or inf: it does not move, and inf − inf is NaN."""
     return tl.where(tl.abs(point) < float("inf"), proposal, 0.0)
@@ -268,7 +236,7 @@ def _propose_block(
         slot_1 = _load(first, index, count, MASKED)
     if SLOTS > 1:
         slot_2 = _load(second, index, count, MASKED)
-    proposal, slot_1, slot_2 = _propose(
+    proposal, slot_1, slot_2 = propose(
         point, gradient, slot_1, slot_2, bias_1, bias_2, coefficients, BASE
     )
     return point, _of_finite(point, proposal), slot_1, slot_2

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from mechanic.advance import FIRST_STEPS
-from mechanic.torch.kernels.passes import (
+from mechanic.torch.kernels.columns import (
     ALL_GG,
     BASE_LR,
     COEFFICIENTS,
@@ -44,8 +44,8 @@ from mechanic.torch.kernels.passes import (
     XX,
     A,
     B,
-    is_update_needed,
 )
+from mechanic.torch.kernels.passes import is_update_needed
 from mechanic.torch.measure import FARTHEST, Parts
 from mechanic.torch.rates import proportional_lr
 from mechanic.torch.scalars import BESIDE_STATE

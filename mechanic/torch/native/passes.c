@@ -168,7 +168,7 @@ static void sum_chunk(const Step *step, int64_t place) {
 }
 
 /* What a base adds to x at an lr of `base_lr`, and its next state: the formulas of
-   `kernels.passes._propose`. */
+   `kernels.formulas.propose`. */
 static inline __attribute__((always_inline)) float propose(
     const int formula, const Move *by, Biases biases, float x, float g, float *first,
     float *second) {
