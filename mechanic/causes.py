@@ -28,9 +28,10 @@ NO_STEP = (
 )
 """Of a tuner, which does not know whether `step()` was called without gradients."""
 ZERO_GRADIENT = (
-    "nothing was learned: every gradient was exactly 0. The loss does not depend on the "
-    "parameters: look for detach() or no_grad() in the model, a loss that is multiplied by 0, or "
-    "activations that are all dead."
+    "nothing was learned: every gradient was exactly 0, or too small or large for an update. If "
+    "they are 0, the loss does not depend on the parameters: look for detach() or no_grad() in the "
+    "model, a loss that is multiplied by 0, or activations that are all dead. Otherwise scale the "
+    "loss."
 )
 ZERO_LR = (
     "the weights did not move: the lr was 0 in every step. Type any lr above 0; if a schedule sets "

@@ -12,13 +12,14 @@ import mechanic
 from mechanic.run.request import add_arguments, check_plot_path, make_request, split_arguments
 
 STORAGE = "sqlite:///mechanic-bench.db"
+_RAISING = ("strict", "surrogateescape")  # how a stream fails at a letter; the second in C locales
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and check the arguments, and call the command."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal may not know a λ. It is shown a ?, where Python would end in an error.
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="replace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     target: list[str] = []

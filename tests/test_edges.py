@@ -225,6 +225,48 @@ def test_weights_stay_finite_where_there_is_no_minimum(base: str) -> None:
     assert (weight > 1e15).all()
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("base", ["SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta"])
+def test_weights_stay_finite_where_the_loss_falls_ever_faster(
+    base: str, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update is lost beside its weight then, and 0 times a scale that is infinite is NaN."""
+    monkeypatch.setenv("MECHANIC_NATIVE", native)
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mechanize(getattr(torch.optim, base)([weight], lr=1.0))
+
+    def train() -> None:
+        for _ in range(200):
+            optimizer.zero_grad()
+            (weight.sum() - weight.square().sum()).backward()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="steps were skipped"):
+        train()
+    assert weight.isfinite().all()
+    assert (weight.abs() > 1e15).all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01, 0.1])
+def test_two_parameters_in_one_memory_learn_as_one(decay: float) -> None:
+    """The base is run on them in place: at a large lr, the second would decay what the first has
+    made of the weights."""
+    model, inputs, targets = regression(0)
+    shared = nn.Parameter(model.weight.data)
+    held = [*model.parameters(), shared]
+    optimizer = mechanize(torch.optim.AdamW(held, lr=1.0, weight_decay=decay))
+    losses = []
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        shared.grad = model.weight.grad
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+    assert_moved(optimizer)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_used_where_that_is_asked_for(value: float) -> None:
     weight = nn.Parameter(torch.ones(3))

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from mechanic.optax import effective_learning_rate, freeze, mechanize, scale, unfreeze
+from mechanic.optax import effective_learning_rate, freeze, mechanize, scale, scopes, unfreeze
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(64, 6)).astype(np.float32)
@@ -103,6 +103,32 @@ def test_nnx():
     assert float(effective_learning_rate(optimizer.opt_state, 0.5)) == pytest.approx(
         0.5 * float(scale(optimizer.opt_state))
     )
+
+
+@pytest.mark.parametrize(
+    ("scope", "names"),
+    [
+        ("tensor", ["one.bias", "one.kernel", "two.bias", "two.kernel"]),
+        ({"kernels": "*.kernel"}, ["kernels", "rest"]),
+    ],
+    ids=["tensor", "patterns"],
+)
+def test_scopes_in_nnx(scope, names):
+    """Its `init` is given variables, and its `update` arrays; the names are the same."""
+    model = Nnx(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mechanize(optax.adamw(1.0), scope=scope), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda own: jnp.mean((own(X) - Y) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(STEPS)]
+    assert losses[-1] < 0.5 * losses[0]
+    found = scopes(optimizer.opt_state)
+    assert list(found) == names
+    assert all(float(scale(own)) > 0 for own in found.values())
 
 
 @pytest.mark.nightly

@@ -112,6 +112,31 @@ def assert_one_small_all_reduce(hlo, along=1):
         assert all(count <= 4 * 3 for _, count in own)  # four arrays, three sums of each
 
 
+def test_a_mesh_that_is_made_by_default():
+    """Its axes are explicit, and no context names it."""
+    script = """
+import jax, jax.numpy as jnp, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mechanic.optax import mechanize, scale
+
+mesh = jax.make_mesh((8,), ("data",))
+x = jax.device_put(jnp.ones((64, 4)), NamedSharding(mesh, P("data")))
+tx = mechanize(optax.adamw(1.0))
+jax.jit(tx.init)(x)
+state, update = tx.init(x), jax.jit(tx.update)
+for _ in range(30):
+    updates, state = update(x - 3, state, x)
+    x = x + updates
+assert state.displacement.sharding == x.sharding, state.displacement.sharding
+assert abs(x - 3).max() < 1 and float(scale(state)) > 0.01
+"""
+    own = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=own, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_eight_devices():
     one, eight = run([1]), run([DEVICES])
     assert_one_small_all_reduce(eight["hlo"])

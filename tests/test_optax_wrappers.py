@@ -286,6 +286,54 @@ def test_odd_trees():
     assert int(find(state).numbers.size) == 7
 
 
+def test_numbers_of_python_and_integers():
+    """The one is moved as an array is, the other stays, whatever gradient it is given."""
+    params = {"x": 1.0, "count": jnp.arange(3)}
+    tx = mechanize(optax.sgd(1.0))
+    state = tx.init(params)
+    for _ in range(30):
+        grads = {"x": params["x"] - 3, "count": jnp.ones(3)}
+        updates, state = tx.update(grads, state, params)
+        assert not updates["count"].any()
+        params["x"] = float(params["x"] + updates["x"])
+    assert abs(params["x"] - 3) < 0.5
+    assert float(scale(state)) > 0.01
+
+
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
+def test_an_update_that_is_not_finite_moves_nothing(broken):
+    """Its gradients are finite. The elements that the base goes on to move are moved."""
+
+    def update(grads, step, params=None):
+        bad = (step >= 30) & (jnp.arange(4) == 2)
+        return jnp.where(bad, broken, -grads), step + 1
+
+    tx = mechanize(optax.GradientTransformation(lambda params: 0, update))
+    x = jnp.zeros(4)
+    state, jitted = tx.init(x), jax.jit(tx.update)
+    for _ in range(60):
+        updates, state = jitted(x - 3, state, x)
+        x = x + updates
+    assert jnp.isfinite(x).all()
+    assert abs(x - 3).max() < 1
+    assert float(scale(state)) > 0.01
+
+
+@pytest.mark.parametrize("wrapper", ["multi_transform", "masked"])
+def test_schedule_free_for_a_part(wrapper):
+    """It is shown its own point, and the other base the parameters."""
+    free, plain = contrib.schedule_free_sgd(1.0), optax.sgd(1.0)
+    if wrapper == "masked":
+        is_free = {"a": True, "b": False}
+        is_plain = {"a": False, "b": True}
+        base = optax.chain(optax.masked(free, is_free), optax.masked(plain, is_plain))
+    else:
+        base = optax.multi_transform({"f": free, "p": plain}, {"a": "f", "b": "p"})
+    params, state = train(mechanize(base), steps=100)
+    assert float(scale(state)) > 0.001
+    assert abs(params["a"] - TARGETS["a"]).max() < abs(TARGETS["a"]).max()
+
+
 @pytest.mark.nightly
 def test_complex_numbers_are_pairs_of_real_ones():
     target = jnp.array([1 + 2j, -1j, 0.5], jnp.complex64)
@@ -343,6 +391,10 @@ def test_what_is_refused():
         mechanize(0.1)
     with pytest.raises(ValueError, match=r"optax.MultiSteps\(mechanize\(tx\)"):
         mechanize(optax.MultiSteps(optax.sgd(1.0), 2))
+    with pytest.raises(ValueError, match="mechanized already, and its scale would be tuned twice"):
+        mechanize(optax.chain(optax.clip(1.0), mechanize(optax.sgd(1.0)))).init(params)
+    with pytest.raises(ValueError, match=r"a gradient has shape \(1,\), and its parameter"):
+        tx.update({**params, "a": jnp.ones(1)}, state, params)
     with pytest.raises(ValueError, match="s_decay must be a finite number of at least 0, got -1"):
         mechanize(optax.sgd(1.0), s_decay=-1)
     with pytest.raises(ValueError, match="there is no state of mechanize"):

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mechanic.arrays import Array
 from mechanic.optax import vectors
@@ -39,6 +40,14 @@ class Leaves(NamedTuple):
         found = up_to(self.structure, tree, what)
         return [own for own, grad in zip(found, self.grads, strict=True) if grad is not None]
 
+    def still(self, proposal: Any) -> Any:
+        """A proposal that leaves those where they are that cannot be moved."""
+        found = up_to(self.structure, proposal, "what the base proposes")
+        return self.structure.unflatten(
+            jnp.zeros_like(own) if grad is None and vectors.is_number(own) else own
+            for grad, own in zip(self.grads, found, strict=True)
+        )
+
     def merged(self, own: list[Array], others: Any) -> Any:
         """A tree like the gradients: `own` where an array takes part, else what is in `others`."""
         rest = iter(own)
@@ -52,12 +61,23 @@ def gather(grads: Any, params: Any, displacement: Any) -> Leaves:
     """The arrays of a step."""
     found, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
     own = up_to(structure, params, "the parameters")
+    _check_shapes(found, own)
     stored = up_to(structure, displacement, "the state")
     movable = [
         grad if vectors.is_inexact(param) and vectors.is_inexact(grad) else None
         for grad, param in zip(found, own, strict=True)
     ]
     return Leaves(structure, movable, own, stored)
+
+
+def _check_shapes(grads: list[Any], params: list[Any]) -> None:
+    for grad, param in zip(grads, params, strict=True):
+        is_array = vectors.is_number(grad) and vectors.is_number(param)
+        if is_array and grad.shape != param.shape:
+            raise ValueError(
+                f"a gradient has shape {grad.shape}, and its parameter {param.shape}. Call "
+                "update(grads, state, params) with gradients of those parameters."
+            )
 
 
 def up_to(structure: Any, tree: Any, what: str) -> list[Any]:

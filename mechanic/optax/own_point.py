@@ -8,6 +8,7 @@ parameters at x_ref + S·Δ. What it does to that point is its proposal.
 from typing import Any
 
 import jax
+import optax
 from optax.contrib import ScheduleFreeState
 
 from mechanic.arrays import Array
@@ -26,11 +27,16 @@ def averages(base: Any) -> list[ScheduleFreeState]:
 
 
 def shown(state: MechanicState, params: Any) -> Any:
-    """The point at which the base believes the parameters to be."""
-    if not averages(state.base):
-        return params
+    """The point at which the base believes the parameters to be: those that have an average."""
     numbers = state.numbers
-    return _shifted(params, state.displacement, (1 - numbers.scale) * numbers.share)
+    by = (1 - numbers.scale) * numbers.share
+    for node in averages(state.base):
+        params = jax.tree.map(
+            lambda z, point, stored: point if _is_masked(z) else _moved(point, stored, by),
+            *(node.z, params, state.displacement),
+            is_leaf=_is_masked,
+        )
+    return params
 
 
 def follow_reference(base: Any, state: MechanicState, kept: Array) -> Any:
@@ -42,16 +48,23 @@ def follow_reference(base: Any, state: MechanicState, kept: Array) -> Any:
     def move(node: Any) -> Any:
         if not _is_schedule_free(node):
             return node
-        return node._replace(z=_shifted(node.z, state.displacement, by))
+        z = jax.tree.map(
+            lambda point, stored: _moved(point, stored, by),
+            *(node.z, state.displacement),
+            is_leaf=_is_masked,
+        )
+        return node._replace(z=z)
 
     return jax.tree.map(move, base, is_leaf=_is_schedule_free)
 
 
-def _shifted(points: Any, displacement: Any, by: Array) -> Any:
-    def move(point: Any, stored: Any) -> Any:
-        if not vectors.is_inexact(point):
-            return point
-        wide = vectors.working_dtype(point.dtype)
-        return (point + by.astype(wide) * stored.astype(wide)).astype(point.dtype)
+def _is_masked(node: Any) -> bool:
+    """Whether it stands for a parameter that another base moves."""
+    return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(move, points, displacement)
+
+def _moved(point: Any, stored: Any, by: Array) -> Any:
+    if not vectors.is_inexact(point):
+        return point
+    wide = vectors.working_dtype(point.dtype)
+    return (point + by.astype(wide) * stored.astype(wide)).astype(point.dtype)

@@ -5,6 +5,7 @@ all are looked at first: a NaN in one scope skips the step of all, and `max_grad
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -66,6 +67,7 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
         )
 
     def init(params: Any) -> Any:
+        params = _without_variables(params)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         labels = name_scopes(params, options)
         names = [_path(path) for path, _ in paths]
@@ -86,6 +88,13 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_variables(params: Any) -> Any:
+    """The arrays of a tree of flax's `nnx.Variable`s, which `nnx.Optimizer` gives to `init` alone:
+    `update` is given arrays, and an array has one name."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return params if nnx is None else nnx.as_pure(params)
 
 
 def _counts(grad: Any) -> bool:

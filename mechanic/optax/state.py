@@ -74,6 +74,22 @@ class MechanicState(NamedTuple):
     """Whether the scale is held where it is"""
 
 
+TUNED_TWICE = (
+    "this transformation is mechanized already, and its scale would be tuned twice. Call mechanize "
+    "once."
+)
+
+
+def refuse_nested(base: Any) -> None:
+    """Refuse a base that holds a mechanized transformation."""
+
+    def is_mechanized(node: Any) -> bool:
+        return isinstance(node, MechanicState)
+
+    if any(map(is_mechanized, jax.tree.leaves(base, is_leaf=is_mechanized))):
+        raise ValueError(TUNED_TWICE)
+
+
 def new_state(options: Options, params: Any, base: Any, *, knows_rate: bool) -> MechanicState:
     """The state before the first step."""
     dtype = scalar_dtype()

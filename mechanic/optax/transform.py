@@ -24,7 +24,16 @@ from mechanic.optax.leaves import Leaves, gather
 from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_late
 from mechanic.optax.rates import find_rate, next_rates
 from mechanic.optax.scoped import ALL_FINITE, scoped
-from mechanic.optax.state import Counts, MechanicState, Numbers, Rates, chosen, new_state
+from mechanic.optax.state import (
+    TUNED_TWICE,
+    Counts,
+    MechanicState,
+    Numbers,
+    Rates,
+    chosen,
+    new_state,
+    refuse_nested,
+)
 from mechanic.options import Options, Preset
 
 # A hundredth of float32's largest number: what it bounds grows by a few times in one step.
@@ -117,7 +126,9 @@ def _transformation(
     base = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> MechanicState:
+        params = vectors.as_arrays(params)
         state = base.init(params)
+        refuse_nested(state)
         knows_rate = find_rate(learning_rate, state, jnp.zeros((), jnp.int32)) is not None
         return new_state(options, params, state, knows_rate=knows_rate)
 
@@ -126,6 +137,7 @@ def _transformation(
     ) -> tuple[Any, MechanicState]:
         if params is None:
             raise ValueError(vectors.NO_PARAMS)
+        grads, params = vectors.as_arrays(grads), vectors.as_arrays(params)
         return _step(options, base, learning_rate, grads, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -143,10 +155,7 @@ def _check(tx: Any, learning_rate: Any) -> None:
             "Call optax.MultiSteps(mechanize(tx), every_k_schedule=...)."
         )
     if getattr(tx.update, "_is_mechanized", False):
-        raise ValueError(
-            "this transformation is mechanized already, and its scale would be tuned twice. Call "
-            "mechanize once."
-        )
+        raise ValueError(TUNED_TWICE)
     is_rate = learning_rate is None or callable(learning_rate) or hasattr(learning_rate, "dtype")
     if not is_rate and (type(learning_rate) is bool or not isinstance(learning_rate, Real)):
         raise ValueError(
@@ -212,7 +221,7 @@ def _step(
     ready = Ready(leaves, parts, late, updates, finite, live, rate)
     numbers, by = _tune(options, ready, state)
     base_state = own_point.follow_reference(base_state, state, by.kept)
-    moves, stored = _move(ready, by, state.counts.steps)
+    moves, stored = _move(options, ready, by, state.counts.steps)
     after = MechanicState(
         base=chosen(finite, base_state, state.base) if options.skip_nonfinite else base_state,
         displacement=leaves.merged(stored, state.displacement),
@@ -221,7 +230,7 @@ def _step(
         rates=chosen(finite, rates, state.rates),
         frozen=state.frozen,
     )
-    return leaves.merged(moves, proposal), after
+    return leaves.merged(moves, leaves.still(proposal)), after
 
 
 def _clip(options: Options, leaves: Leaves, parts: Parts, grads: Any) -> tuple[Leaves, Parts, Any]:
@@ -350,8 +359,11 @@ def _sums(options: Options, ready: Ready, had: Numbers) -> tuner.Sums:
     )
 
 
-def _move(ready: Ready, by: Coefficients, step: Array) -> tuple[list[Array], list[Array]]:
-    """The updates of the parameters, and what is then stored of their displacements."""
+def _move(
+    options: Options, ready: Ready, by: Coefficients, step: Array
+) -> tuple[list[Array], list[Array]]:
+    """The updates of the parameters, and what is then stored of their displacements. Where the base
+    proposes NaN or inf although the gradients are finite, an element stays where it is."""
     moves, nexts = [], []
     by = jax.lax.stop_gradient(by)
     for (_, param, stored), update in zip(ready.leaves.live, ready.updates, strict=True):
@@ -364,8 +376,11 @@ def _move(ready: Ready, by: Coefficients, step: Array) -> tuple[list[Array], lis
             point = vectors.dither(x + move, param.dtype, step).astype(wide)
             move = jnp.where(jnp.isfinite(x), point - x, 0.0)
         after = vectors.dither(kept * delta + per_update * u, stored.dtype, step, later=True)
-        moves.append(jnp.where(ready.finite, move, 0.0).astype(param.dtype))
-        nexts.append(jnp.where(ready.finite, after, stored))
+        moves_on = ready.finite
+        if options.skip_nonfinite:
+            moves_on = moves_on & jnp.isfinite(u)
+        moves.append(jnp.where(moves_on, move, 0.0).astype(param.dtype))
+        nexts.append(jnp.where(moves_on, after, stored))
     return moves, nexts
 
 

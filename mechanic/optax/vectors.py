@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mechanic import tuner
 from mechanic.advance import ABSURD, SAMPLE
@@ -21,6 +21,20 @@ NO_PARAMS = (
     "params must be given, got None: the sums of a step read where the parameters are. "
     "Call update(grads, state, params)."
 )
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers of any kind."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number)
+
+
+def as_arrays(tree: Any) -> Any:
+    """A tree with arrays in place of Python's floats, which can be moved as well."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+    return jax.tree.map(as_array, tree)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -93,7 +107,8 @@ def _taken(leaf: Array, index: Any) -> Array:
     is_explicit = any(jax.typeof(leaf).sharding.spec)
     if not is_explicit:
         return leaf[index]
-    everywhere: Any = PartitionSpec(None)  # type: ignore[no-untyped-call]
+    spec: Any = PartitionSpec(None)  # type: ignore[no-untyped-call]
+    everywhere = NamedSharding(jax.typeof(leaf).sharding.mesh, spec)
     return leaf.at[index].get(out_sharding=everywhere)
 
 

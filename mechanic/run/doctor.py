@@ -63,7 +63,7 @@ def _as_row(line: dict[str, Any]) -> HistoryRow | None:
     """A step; None where what is judged of it is damaged. Old logs do not count skipped steps, and
     have no mean of the scale."""
     rates, skipped, mean_scale = line.get("lr"), line.get("skipped", 0), line.get("mean_scale")
-    if not rates or not are_numbers([*rates, mean_scale]) or type(skipped) is not int:
+    if not (rates and are_numbers(rates) and are_numbers([mean_scale])) or type(skipped) is not int:
         return None
     lr = tuple(map(_number, rates))
     return HistoryRow(

@@ -68,16 +68,18 @@ def _params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def copy_params(call: Call, batches: list[Batch], *, is_recorded: bool) -> Copies:
+def copy_params(
+    call: Call, batches: list[Batch], *, is_recorded: bool, overlap: bool = False
+) -> Copies:
     """The copies that the base is to step, or from which the parameters are put back."""
-    if steps_in_place(call) or _overlap(batches):
+    if steps_in_place(call) or overlap:
         return plain_copies(batches)
     if is_recorded or not is_familiar(call) or not can_be_kept(batches):
         return record_copies(batches)
     return call.mechanism.copies.fill(batches)
 
 
-def _overlap(batches: list[Batch]) -> bool:
+def do_overlap(batches: list[Batch]) -> bool:
     """Whether two parameters are one and the same memory."""
     params = [p for b in batches if b.device.type != "meta" for p in b.params if p.numel()]
     if is_traced():

@@ -67,10 +67,13 @@ def publishing(optimizer: Optimizer) -> Iterator[None]:
 
 
 def with_rates_of_now(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose learning rates in force do not change with later steps."""
+    """A state dict whose learning rates in force do not change with later steps, and are numbers,
+    so that a script may write its groups as JSON."""
     for group in state_dict.get("param_groups", ()):
-        if isinstance(group, dict) and isinstance(group.get(EFFECTIVE_LR), Tensor):
-            group[EFFECTIVE_LR] = group[EFFECTIVE_LR].clone()
+        rate = group.get(EFFECTIVE_LR) if isinstance(group, dict) else None
+        if isinstance(rate, Tensor):
+            has_value = rate.device.type != "meta" and not is_traced()
+            group[EFFECTIVE_LR] = rate.item() if has_value else rate.clone()
     return state_dict
 
 
@@ -332,8 +335,7 @@ def _check_base_state(optimizer: Any, key: Any, param: Tensor, state: Any) -> No
         return
     for entry in _SHAPED_LIKE_PARAMETER:
         saved = state.get(entry) if isinstance(state, dict) else None
-        # Some keep a single number.
-        if isinstance(saved, Tensor) and saved.dim() == param.dim():
+        if isinstance(saved, Tensor) and saved.dim():  # some keep a single number
             _check_shape(optimizer, key, entry, saved, tuple(param.shape))
 
 

@@ -50,6 +50,8 @@ class Ready(NamedTuple):
     """Whether the update is looked at for NaN and inf before it is applied"""
     has_infinite: bool = False
     """Whether a weight is known to be infinite"""
+    overlap: bool = False
+    """Whether two parameters are one and the same memory"""
 
     @property
     def home(self) -> torch.device:

@@ -110,13 +110,17 @@ def prepare(call: Call) -> Ready | None:
         return None
     _follow(call, batches)
     rule = tuner.RULES[mechanism.options.preset]
+    # At a large lr the step of one would begin where that of the other has thrown the weights.
+    overlap = base.do_overlap(batches)
+    is_scaled = is_proportional(call.base_step) and not overlap
     rates = mechanism.history.look(
         optimizer,
-        proportional=is_proportional(call.base_step) and not rule.decays_after_base,
+        proportional=is_scaled and not rule.decays_after_base,
         is_relative=mechanism.options.s_init == "relative",
     )
     numbers = mechanism.scalars.read()
-    return Ready(mechanism.options, batches, rates, numbers, ranks, call.found_inf)
+    own = mechanism.options, batches, rates, numbers, ranks, call.found_inf
+    return Ready(*own, overlap=overlap)
 
 
 def _follow(call: Call, batches: list[Batch]) -> None:
@@ -143,7 +147,9 @@ def _measure(call: Call, ready: Ready) -> tuple[Parts, Copies]:
     with torch.no_grad():
         finish = sharding.begin_sums(ready.ranks, measure(call.optimizer, ready))
     with torch.set_grad_enabled(_is_recorded(call)):
-        copies = base.copy_params(call, ready.batches, is_recorded=_is_recorded(call))
+        copies = base.copy_params(
+            *(call, ready.batches), is_recorded=_is_recorded(call), overlap=ready.overlap
+        )
     with torch.no_grad():
         parts = Parts(*finish())
     if ready.ranks is not None and (expected := expected_size(call.optimizer, ready.batches)):

@@ -80,10 +80,12 @@ class Coefficients(NamedTuple):
         return Coefficients(self.x_per_stored, *proposals, self.kept)
 
     def like(self, batch: Batch) -> "Coefficients":
-        """The same on the device of a batch, and in the dtype that it is computed in."""
+        """The same on the device of a batch, and in the dtype that it is computed in, within which
+        they stay: a proposal of 0 times inf is NaN."""
         device, dtype = batch.device, batch.dtype
         *values, kept = self
-        own = Coefficients(*(torch.as_tensor(v, dtype=dtype, device=device) for v in values))
+        moved = (torch.as_tensor(v, dtype=dtype, device=device) for v in values)
+        own = Coefficients(*(value.nan_to_num(nan=math.nan) for value in moved))
         if self.keeps_all:
             return own
         return own._replace(kept=torch.as_tensor(kept, dtype=dtype, device=device))

@@ -310,16 +310,24 @@ def _read_sums(
 
 
 @triton.jit
+def _narrow(value):
+    """In float32, within which it stays: a proposal of 0 times inf is NaN."""
+    most = tl.full((), 3.4028234e38, tl.float64)
+    value = tl.where(value > most, most, tl.where(value < -most, -most, value))
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _write_moves(coefficients, group, inside, lr, unit, S, share, x_per_stored, kept):
     """How the parameters and the displacements of each group are moved."""
     coefficients += group * COEFFICIENTS
     is_live = lr != 0.0
     unit = tl.where(is_live, unit, 0.0)
-    x_per_stored = tl.where(is_live, x_per_stored, 0.0).to(tl.float32)
+    x_per_stored = _narrow(tl.where(is_live, x_per_stored, 0.0))
     tl.store(coefficients + X_PER_STORED, x_per_stored, mask=inside)
     tl.store(coefficients + KEPT, tl.where(is_live, kept, 1.0).to(tl.float32), mask=inside)
-    tl.store(coefficients + X_PER_PROPOSAL, (S * unit).to(tl.float32), mask=inside)
-    tl.store(coefficients + STORED_PER_PROPOSAL, (unit / share).to(tl.float32), mask=inside)
+    tl.store(coefficients + X_PER_PROPOSAL, _narrow(S * unit), mask=inside)
+    tl.store(coefficients + STORED_PER_PROPOSAL, _narrow(unit / share), mask=inside)
 
 
 @triton.jit(do_not_specialize=["total", "count", "tensors"])

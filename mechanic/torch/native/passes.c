@@ -4,6 +4,7 @@
    Work is cut into chunks of the tensors. The sums of all chunks are added up in double precision
    and in one order, so that the result does not depend on the number of threads. */
 
+#include <float.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>

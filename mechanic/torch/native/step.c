@@ -113,14 +113,19 @@ static void write_settings(const Step *step, double clip) {
     }
 }
 
+/* In single precision, within which it stays: a proposal of 0 times inf is NaN. */
+static float narrow(double value) {
+    return (float)(value > FLT_MAX ? FLT_MAX : value < -FLT_MAX ? -FLT_MAX : value);
+}
+
 /* How the parameters and the displacements are moved, and the learning rates in force. */
 static void write_moves(const Step *step, const Made *made) {
     for (int64_t i = 0; i < step->plan->group_count; ++i) {
         const Group *group = &step->plan->groups[i];
         Move *move = &step->moves[i];
-        move->x_per_stored = (float)made->x_per_stored;
-        move->x_per_proposal = (float)(made->scale * group->unit);
-        move->stored_per_proposal = (float)(group->unit / made->share);
+        move->x_per_stored = narrow(made->x_per_stored);
+        move->x_per_proposal = narrow(made->scale * group->unit);
+        move->stored_per_proposal = narrow(group->unit / made->share);
         move->kept = (float)made->kept;
         *step->plan->rates[i] = (float)made->scale * (float)group->lr;
     }
