@@ -1,4 +1,4 @@
-"""Mechanic beside sweeps and Prodigy, on tasks that played no part in choosing the rule.
+"""Mechanic beside sweeps and Prodigy, on tasks that only helped to choose between the last rules.
 
     python research/held_out.py --jobs 2        # some 20 minutes on two cores
     python research/held_out.py --jobs 2 --methods mechanic --beside research/results/held_out.csv
