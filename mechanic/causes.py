@@ -46,6 +46,11 @@ STILL_GROWING = (
     "the lr in force was still growing at the end, so the suggested lr is probably too small. "
     "Train longer."
 )
+EDITED = (
+    "something else changes the weights after every step: a mask, a clamp, an average. The "
+    "displacement follows it, and a copy of the weights is kept for that. If it is not meant, look "
+    "for what writes to them; in the step() of the optimizer that is tuned it needs no copy."
+)
 CONSTANT_LR = (
     "the lr was constant. A schedule that falls to 0, such as CosineAnnealingLR, usually ends at a "
     "lower loss."

@@ -3,6 +3,7 @@ left as it was."""
 
 import abc
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -130,7 +131,10 @@ def test_adafactor_of_transformers():
     assert float((weight.detach() - 3).norm()) < 0.5 * first
 
 
-def test_a_step_that_is_patched_later_is_heard(monkeypatch):
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_step_that_is_patched_later_is_heard(is_marked, monkeypatch):
+    """Also by a function with the marks that torch's own wrapper has, as of `functools.wraps`."""
+
     class Own(SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -141,7 +145,8 @@ def test_a_step_that_is_patched_later_is_heard(monkeypatch):
     calls = []
     with monkeypatch.context() as patch:
         step = Own.step
-        patch.setattr(Own, "step", lambda self, closure=None: (calls.append(1), step(self))[1])
+        patched = lambda self, closure=None: (calls.append(1), step(self))[1]  # noqa: E731
+        patch.setattr(Own, "step", functools.wraps(step)(patched) if is_marked else patched)
         train(optimizer, weight, 3)
     assert len(calls) == 3
     train(optimizer, weight, 2)
@@ -189,6 +194,34 @@ def test_what_fails_is_left_as_it_was(room, monkeypatch):
     assert torch.equal(train(optimizer, weight, 3), train(twin, twin_weight, 3))
     scheduler.step()
     assert float(tuner(mechanize(optimizer)).scale) == 0
+
+
+@pytest.mark.parametrize("room", ["publish_rates", "checkpoint.publish"])
+def test_groups_that_were_divided_are_whole_again(room, monkeypatch):
+    weights = [new_weight(), new_weight()]
+    optimizer = AdamW(weights, lr=0.1)
+    (group,) = optimizer.param_groups
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(f"{attach.__name__}.{room}", fail)
+    with pytest.raises(RuntimeError, match="a fault"):
+        mechanize(optimizer, scope="tensor")
+    assert optimizer.param_groups == [group]
+    assert optimizer.param_groups[0] is group
+    assert group["params"] == weights
+
+
+def test_detaching_a_base_that_finds_its_lr_by_itself():
+    transformers = pytest.importorskip("transformers")
+    weight = new_weight()
+    optimizer = mechanize(transformers.Adafactor([weight]))
+    train(optimizer, weight, 5)
+    plain = tuner(optimizer).detach()
+    assert type(plain) is transformers.Adafactor
+    assert plain.param_groups[0]["lr"] is None
+    train(plain, weight, 2)
 
 
 class Freeing(SGD):
@@ -297,7 +330,7 @@ def test_fake_tensors(make):
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
         assert optimizer.state[model.weight]["mechanic_displacement"].shape == (3, 4)
-        optimizer.state_dict()
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("mode", ["real", "fake"])

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import mechanize, rates, tuner
-from mechanic.torch.attach import unhooked
+from mechanic.torch.call import unhooked
 
 every_base = pytest.mark.parametrize("base", BASES, ids=str)
 

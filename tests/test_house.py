@@ -15,6 +15,7 @@ PACKAGE = ROOT / "mechanic"
 LONGEST_FILE, LONGEST_FUNCTION, MOST_ATTRIBUTES = 450, 50, 12
 
 RECORDS = {
+    "History",  # what a process has written of one optimizer
     "Run",  # a line of a CSV file, whose fields are its columns
 }
 

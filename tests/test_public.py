@@ -54,7 +54,7 @@ OPTIONS = {
     "scope": "all",
 }
 TORCH_ALONE = {"sums_in_backward": False, "process_group": None}
-OPTAX_ALONE = {"learning_rate": None}
+OPTAX_ALONE = {"learning_rate": None, "follow_edits": False}
 
 COMMANDS = {
     "run": [

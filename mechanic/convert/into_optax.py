@@ -49,8 +49,26 @@ def from_torch(
     check_tuners(own, saved)
     after = _with_numbers(own, saved, state_dict["param_groups"])
     after = _with_base(after, _entries_of(state_dict), saved["steps"], arrange)
+    return _without_copies(
+        jax.tree.map(
+            lambda node: after if node is own else node, state, is_leaf=lambda node: node is own
+        )
+    )
+
+
+def _without_copies(state: Any) -> Any:
+    """A state that does not know where the parameters were: they are taken over, too."""
+    import jax
+
+    from mechanic.optax.edits import Followed, unknown
+
+    def is_followed(node: Any) -> bool:
+        return isinstance(node, Followed)
+
     return jax.tree.map(
-        lambda node: after if node is own else node, state, is_leaf=lambda node: node is own
+        lambda node: node._replace(copies=unknown(node.copies)) if is_followed(node) else node,
+        state,
+        is_leaf=is_followed,
     )
 
 
@@ -126,7 +144,12 @@ def _with_base(
     def tree_of(name: str, target: Any) -> Any:
         arrays = [_array(one.get(name)) for one in entries]
         if any(array is None for array in arrays):
-            shapes = _shapes_of(entries, arrays, name)
+            parts = jax.tree.leaves(target)
+            shapes = (
+                [np.shape(part) for part in parts]
+                if arrange is None
+                else _shapes_of(entries, arrays, name)
+            )
             arrays = [np.zeros(s) if a is None else a for s, a in zip(shapes, arrays, strict=True)]
         tree: Any = like.unflatten(arrays) if arrange is None else arrange(arrays)
         return jax.tree.map(_fitted, target, tree)

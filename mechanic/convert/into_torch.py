@@ -115,7 +115,7 @@ def _saved_from(
 ) -> dict[str, Any]:
     """The tuner as a torch checkpoint has it. The βs, which JAX may have rounded, are torch's."""
     values = own.numbers.tuner._asdict() | own.numbers._asdict() | own.counts._asdict()
-    values |= {"frozen": own.frozen}
+    values |= {"frozen": own.frozen > 0}
     values = {n: np.asarray(v).tolist() for n, v in values.items() if n in template and n != BETA}
     lrs = [float(group["lr"]) for group in groups]
     if own.rates is not None:

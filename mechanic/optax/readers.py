@@ -149,7 +149,7 @@ def eval_params(state: Any, params: Any) -> Any:
     Raises:
         ValueError: if Schedule-Free stands in several parts of the base.
     """
-    found = find(state)
+    found = vectors.without_variables(find(state))
     averages = own_point.averages(found.base)
     if not averages:
         return params
@@ -169,7 +169,9 @@ def eval_params(state: Any, params: Any) -> Any:
         average = (y - (1 - b) * z) / b
         return (param + factor * (average - y)).astype(param.dtype)
 
-    return jax.tree.map(move, params, own_point.shown(found, params), averages[0].z)
+    own = vectors.without_variables(params)
+    moved = jax.tree.map(move, own, own_point.shown(found, own), averages[0].z)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(moved))
 
 
 def find(state: Any) -> MechanicState:

@@ -5,7 +5,6 @@ all are looked at first: a NaN in one scope skips the step of all, and `max_grad
 """
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -63,11 +62,12 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
     def parted(labels: Any) -> optax.GradientTransformationExtraArgs:
         names = set(jax.tree.leaves(labels))
         return optax.with_extra_args_support(
-            optax.transforms.partition(dict.fromkeys(sorted(names), own), labels)
+            # A function of the labels: a tree may be callable itself, as a model of equinox is.
+            optax.transforms.partition(dict.fromkeys(sorted(names), own), lambda _: labels)
         )
 
     def init(params: Any) -> Any:
-        params = _without_variables(params)
+        params = vectors.without_variables(params)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         labels = name_scopes(params, options)
         names = [_path(path) for path, _ in paths]
@@ -88,13 +88,6 @@ def scoped(make: Make, options: Options) -> optax.GradientTransformationExtraArg
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _without_variables(params: Any) -> Any:
-    """The arrays of a tree of flax's `nnx.Variable`s, which `nnx.Optimizer` gives to `init` alone:
-    `update` is given arrays, and an array has one name."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    return params if nnx is None else nnx.as_pure(params)
 
 
 def _counts(grad: Any) -> bool:

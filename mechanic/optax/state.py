@@ -71,7 +71,7 @@ class MechanicState(NamedTuple):
     rates: Rates | None
     """None where nobody has told the learning rate"""
     frozen: Array
-    """Whether the scale is held where it is"""
+    """1 where the scale is held where it is"""
 
 
 TUNED_TWICE = (
@@ -114,7 +114,7 @@ def new_state(options: Options, params: Any, base: Any, *, knows_rate: bool) -> 
         numbers=numbers,
         counts=Counts(*(jnp.zeros((), jnp.int32) for _ in Counts._fields)),
         rates=Rates(zero, zero, zero) if knows_rate else None,
-        frozen=jnp.zeros((), bool),
+        frozen=jnp.zeros((), jnp.int32),  # a number: what averages states makes a bool one
     )
     return _unshared(fresh, params)
 

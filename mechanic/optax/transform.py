@@ -20,6 +20,7 @@ from mechanic import tuner
 from mechanic.advance import FIRST_STEPS, advance
 from mechanic.arrays import Array
 from mechanic.optax import own_point, vectors
+from mechanic.optax.edits import following
 from mechanic.optax.leaves import Leaves, gather
 from mechanic.optax.measure import Late, Parts, decay_sums, measure, measure_late
 from mechanic.optax.rates import find_rate, next_rates
@@ -55,6 +56,7 @@ def mechanize(
     max_grad_norm: float = math.inf,
     displacement: Literal["float32", "bfloat16"] = "float32",
     scope: Literal["all", "tensor"] | Mapping[str, str] = "all",
+    follow_edits: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Learn the scale of the updates of a transformation while training runs.
 
@@ -79,6 +81,9 @@ def mechanize(
         scope: which arrays share a scale: `"all"`, each `"tensor"` alone, or those whose path
             matches a pattern, as in `{"text": "text_encoder.*", "unet": "unet.*"}`. `scopes(state)`
             has the state of each.
+        follow_edits: needed where something else changes the parameters after every update: a
+            projection, or a transformation that comes later in a chain and holds some of them. It
+            keeps a copy of the parameters.
 
     Returns:
         A transformation, whose `update` needs `params`.
@@ -116,6 +121,8 @@ def mechanize(
         )
     make = functools.partial(_transformation, tx, learning_rate)
     made = make(options) if options.scope == "all" else scoped(make, options)
+    if follow_edits:
+        made = following(made)
     made.update._is_mechanized = True
     return made
 
@@ -313,7 +320,7 @@ def _tune(options: Options, ready: Ready, before: MechanicState) -> tuple[Number
     had, takes_part = before.numbers, ready.live & ready.finite
     sums = jax.lax.stop_gradient(_sums(options, ready, had))
     own = options, had.tuner, had.share, sums, takes_part
-    state, share, kept = chosen(before.frozen, advance(*own, frozen=True), advance(*own))
+    state, share, kept = chosen(before.frozen > 0, advance(*own, frozen=True), advance(*own))
     scale = jnp.where(takes_part, tuner.scale_of(state), had.scale)
     rate = jnp.where(takes_part, ready.rate, 0.0)
     numbers = had._replace(

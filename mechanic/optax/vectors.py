@@ -5,6 +5,7 @@ it is written for `jit`, which makes two passes of it: one for the sums, one for
 """
 
 import math
+import sys
 from typing import Any
 
 import jax
@@ -21,6 +22,13 @@ NO_PARAMS = (
     "params must be given, got None: the sums of a step read where the parameters are. "
     "Call update(grads, state, params)."
 )
+
+
+def without_variables(params: Any) -> Any:
+    """The arrays of a tree of flax's `nnx.Variable`s. `nnx.Optimizer` gives these to `init`, and
+    arrays to `update`."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return params if nnx is None else nnx.as_pure(params)
 
 
 def is_number(leaf: Any) -> bool:

@@ -78,7 +78,7 @@ def analyze(history: History) -> Findings:
         suggested,
         skips.skipped,
         warnings,
-        tuple(_hints(rows, skips)),
+        tuple(_hints(rows, skips, is_edited=history.edited)),
     )
 
 
@@ -175,9 +175,11 @@ def _failure(history: History, rows: Sequence[HistoryRow]) -> str:
     return causes.of_fall(*fall) if fall else ""
 
 
-def _hints(rows: Sequence[HistoryRow], skips: Skips) -> Iterable[str]:
+def _hints(rows: Sequence[HistoryRow], skips: Skips, *, is_edited: bool) -> Iterable[str]:
     if skips.skipped and skips.are_rare:
         yield causes.of_skips(skips)
+    if is_edited:
+        yield causes.EDITED
     if all(row.lr == rows[0].lr for row in rows):
         yield causes.CONSTANT_LR
 

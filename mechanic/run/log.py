@@ -178,12 +178,10 @@ def _read(line: str) -> dict[str, Any] | None:
         return None
     if "event" in row:
         return row
-    is_sound = (
-        "scale" in row and isinstance(row.get("optimizer"), str) and type(row.get("step")) is int
-    )
-    if not is_sound or not are_numbers(row.get("effective_lr")):
+    is_sound = "scale" in row and isinstance(row.get("optimizer"), str)
+    if not is_sound or type(row.get("step")) is not int or not are_numbers(row.get("effective_lr")):
         return None
-    return row if are_numbers([row["scale"]]) else None
+    return row if are_numbers([row["step"], row["scale"]]) else None
 
 
 def are_numbers(values: Any) -> bool:

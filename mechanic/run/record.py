@@ -39,6 +39,7 @@ class Recorder:
         self._device_rows: _DeviceRows | None = None
         self._thinning = Thinning()
         self._groups = 0
+        self._has_edits = False
         self.describe(optimizer, status, reason)
 
     def describe(self, optimizer: Optimizer, status: str, reason: str) -> None:
@@ -66,7 +67,9 @@ class Recorder:
         if self._spool is None:
             return
         try:
-            if len(optimizer.param_groups) != self._groups:
+            is_new = mechanism is not None and not self._has_edits and _has_edits(mechanism)
+            if is_new or len(optimizer.param_groups) != self._groups:
+                self._has_edits = self._has_edits or is_new
                 self._write_groups(optimizer, mechanism)
             self._record_row(optimizer, mechanism)
         except Exception as error:  # for example a full disk; training must go on
@@ -118,7 +121,7 @@ class Recorder:
             self._write_event({"event": "another rank"})
             self._spool = self._writer = None
             return
-        event: dict[str, Any] = {"event": "groups", "step": self.steps}
+        event: dict[str, Any] = {"event": "groups", "step": self.steps, "edited": self._has_edits}
         if not self._groups and mechanism is not None:
             counted = mechanism.counts.read()
             event["resumed"] = int(counted.updates) > 1  # a checkpoint may have been loaded
@@ -146,6 +149,13 @@ class Recorder:
                 open(os.path.join(str(self._spool), path), "w").close()
         self._spool = self._writer = None
         sys.stderr.write(f"mechanic run: {self.name} is no longer recorded: {error!r}\n")
+
+
+def _has_edits(mechanism: Any) -> bool:
+    """Whether someone else was found to change the weights after every step."""
+    from mechanic.torch import edits
+
+    return edits.are_followed(mechanism)
 
 
 class _SpoolWriter:

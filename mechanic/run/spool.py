@@ -35,6 +35,8 @@ class History:
     before a fork."""
     had_gradients: bool = False
     """Whether a parameter had a gradient in the first step."""
+    edited: bool = False
+    """Whether something else was found to change the weights after every step."""
     rows: list[HistoryRow] = field(default_factory=list)
     """The steps that thinning keeps."""
     last: HistoryRow | None = None
@@ -45,6 +47,7 @@ class History:
         self.groups = event["groups"]
         self.resumed = event.get("resumed", self.resumed)
         self.had_gradients = event.get("had_gradients", self.had_gradients)
+        self.edited = event.get("edited", self.edited)
         if event["event"] == "optimizer":
             self.name, self.status = event["class"], event["status"]
             self.reason, self.max_scale = event["reason"], event["max_scale"]

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from mechanic.options import Options, Preset
 from mechanic.torch import checkpoint, sharding, vectors, zero
+from mechanic.torch.call import unhooked
 from mechanic.torch.kernels.listen import listen, stop_listening
 from mechanic.torch.mechanism import MECHANISM, NO_PICKLE, Mechanism
 from mechanic.torch.modes import MODES, change_mode, has_modes
@@ -161,7 +162,7 @@ def _mechanize(optimizer: O, options: Options, process_group: Any) -> O:
 @contextmanager
 def _as_it_was_if_this_fails(optimizer: Optimizer) -> Iterator[None]:
     base, had = type(optimizer), dict(vars(optimizer))
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
     state = {k: dict(v) if isinstance(v, dict) else v for k, v in optimizer.state.items()}
     try:
         yield
@@ -170,7 +171,8 @@ def _as_it_was_if_this_fails(optimizer: Optimizer) -> Iterator[None]:
         _stop_listening(optimizer)
         vars(optimizer).clear()
         vars(optimizer).update(had)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in groups]  # scopes may have divided them
+        for group, before in groups:
             group.clear()
             group.update(before)
         optimizer.state.update(state)
@@ -294,14 +296,6 @@ def _refuse_several_scales(optimizer: Any, options: Options, process_group: Any)
         reason = f"{type(optimizer).__name__} knows its parameters by other ways than its groups"
     if reason is not None:
         raise ValueError(f"scope={options.scope!r} is not possible here: {reason}. Leave it out.")
-
-
-def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A step without the call of step hooks that torch wraps around it: the mechanized step has
-    its own, and hooks should run once. torch.compile wraps some once more, marks and all."""
-    while getattr(function, "hooked", False) is True and hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 class MechanizedType(type):

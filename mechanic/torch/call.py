@@ -1,6 +1,7 @@
 """A call of `optimizer.step`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ from torch.optim import LBFGS
 
 from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.rates import step_name
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Call(NamedTuple):
@@ -48,3 +51,15 @@ class Call(NamedTuple):
     def evaluates_again(self) -> bool:
         """Whether the base may evaluate its closure more than once, at points of its own."""
         return isinstance(self.optimizer, LBFGS) or (self.has_closure and not self.is_of_torch)
+
+
+def unhooked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step without the call of step hooks that torch wraps around it: the mechanized step has
+    its own, and hooks should run once. torch.compile wraps some once more, marks and all, and so
+    does a user's own patch that is made with `functools.wraps`, which is kept."""
+    while getattr(function, "hooked", False) is True and hasattr(function, "__wrapped__"):
+        code = getattr(function, "__code__", None)
+        if code is not None and not code.co_filename.startswith(_TORCH):
+            break
+        function = function.__wrapped__
+    return function

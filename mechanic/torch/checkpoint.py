@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mechanic import tuner
 from mechanic.options import Options
-from mechanic.torch import vectors
+from mechanic.torch import edits, vectors
 from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
 from mechanic.torch.measure import has_extremes
@@ -32,6 +32,7 @@ TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
 _NO_NUMBERS = ("preset", "lrs", "frozen")
+EDITED = "edited"  # only there, and True, where displacements follow edits of the weights
 _IDENTITY = {"preset": "preset", "betas": "beta"}  # options, and where a saved tuner has them
 _LARGEST = sys.float_info.max
 # What the tuner's numbers are at least, where that is not 0: the reward of optax may be below it,
@@ -57,6 +58,7 @@ def publishing(optimizer: Optimizer) -> Iterator[None]:
 
     def publish_all(_: Optimizer) -> None:
         for part in parts_of(optimizer):
+            edits.settle(part.optimizer, part.mechanism)
             publish(part.optimizer, part.mechanism)
 
     handle = optimizer.register_state_dict_pre_hook(publish_all)
@@ -112,7 +114,12 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
                 "Nothing was loaded. If it came through torch.distributed.checkpoint, load it into "
                 "an optimizer that has made a step, so that there is a place for them."
             )
-        return {**state_dict, "state": {key: own for key, own in state.items() if own != {}}}
+        own_groups = [  # the rate in force may be a tensor, which torch would copy
+            {name: value for name, value in group.items() if name != EFFECTIVE_LR}
+            for group in state_dict["param_groups"]
+        ]
+        own_state = {key: own for key, own in state.items() if own != {}}
+        return {**state_dict, "state": own_state, "param_groups": own_groups}
 
     def put_back(_: Optimizer) -> None:
         for name, part, mechanism in parts_of(optimizer):
@@ -196,7 +203,7 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
     tensors = {name: value.tolist() for name, value in (state | numbers | counted).items()}
     lrs = [float(lr) for lr in mechanism.history.lrs]
     own = {"preset": mechanism.options.preset, "lrs": lrs, "frozen": mechanism.frozen}
-    return own | tensors
+    return own | ({EDITED: True} if edits.are_followed(mechanism) else {}) | tensors
 
 
 def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -223,6 +230,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
     mechanism.history.resume_at(saved["updates"], saved["lrs"])
     mechanism.frozen, mechanism.scalars.observed = saved["frozen"], None
+    edits.resume(mechanism, are_followed=saved.get(EDITED, False))
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -275,7 +283,7 @@ def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
             f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
             "Nothing was loaded. It may be of another version of mechanic."
         )
-    if unknown := sorted(map(str, saved.keys() - expected)):
+    if unknown := sorted(map(str, saved.keys() - expected - {EDITED})):
         raise ValueError(
             f"the checkpoint's tuner is of another version of mechanic: it has "
             f"{', '.join(unknown)}, of which this one knows nothing. Nothing was loaded."
@@ -284,7 +292,7 @@ def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
 
 def _what_is_wrong(name: str, value: Any, options: Options) -> str | None:
     """What an entry of a saved tuner has to be, if it is not."""
-    if name == "frozen":
+    if name in ("frozen", EDITED):
         return None if type(value) is bool else "True or False"
     if name in Counted._fields:
         return None if type(value) is int and 0 <= value < 1 << 63 else "a count"

@@ -70,9 +70,9 @@ def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
 def _rescale(rates: dict[str, Any], names: tuple[str, ...], scales: list[float]) -> None:
     """Multiply the rates of these names, a list with one for each group by the scale of each."""
     for name in names:
-        if name not in rates:
+        rate = rates.get(name)
+        if rate is None:  # as of a base that finds its rate by itself
             continue
-        rate = rates[name]
         if isinstance(rate, (list, tuple)):
             each = scales if len(scales) == len(rate) else scales[:1] * len(rate)
             rates[name] = type(rate)(one * scale for one, scale in zip(rate, each, strict=True))

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from mechanic import causes
 from mechanic.options import Options
 from mechanic.suggestion import suggest
-from mechanic.torch.attach import INNER, is_mechanized, unhooked
-from mechanic.torch.call import Call
+from mechanic.torch import edits
+from mechanic.torch.attach import INNER, is_mechanized
+from mechanic.torch.call import Call, unhooked
 from mechanic.torch.detach import detach
 from mechanic.torch.mechanism import MECHANISM, Mechanism
 from mechanic.torch.observation import observe
@@ -216,7 +217,9 @@ class Tuner:
         for name, _, mechanism in parts:
             healthy = f"healthy: nothing looks wrong, and the scale is {mechanism.scale:.3g}"
             begin = "" if len(parts) == 1 else f"{name}: "
-            lines += [begin + said for said in list(_causes(mechanism)) or [healthy]]
+            said = list(_causes(mechanism)) or [healthy]
+            said += [causes.EDITED] if edits.are_followed(mechanism) else []
+            lines += [begin + line for line in said]
         return "\n".join(lines)
 
     def detach(self) -> Optimizer:

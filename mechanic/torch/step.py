@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mechanic.torch import closures, plain, scoped
+from mechanic.torch import closures, edits, plain, scoped
 from mechanic.torch.call import Call
 from mechanic.torch.kernels import step as fast
 from mechanic.torch.mechanism import Mechanism
@@ -38,6 +38,13 @@ def step(
 
 
 def _step(call: Call) -> Any:
+    edits.follow(call)
+    result = _make(call)
+    edits.note(call)
+    return result
+
+
+def _make(call: Call) -> Any:
     begun = fast.begin(call)
     if begun is not None:
         return fast.finish(call, begun)

@@ -1,0 +1,90 @@
+"""Parameters that someone else changes after every update: a projection, or a transformation that
+comes after `mechanize` and holds some of them.
+
+Δ would hold what such an edit takes back, and the scale would grow along a direction in which the
+parameters do not move. With a copy of where they should be, Δ follows the edits.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mechanic.arrays import Array
+from mechanic.optax import vectors
+from mechanic.optax.state import MechanicState
+
+FAR = 2.0  # times the way from x_ref: a longer edit puts the parameters somewhere else, once
+
+
+class Followed(NamedTuple):
+    """The state of a mechanized transformation whose displacements follow edits."""
+
+    tuned: Any
+    """The state of `mechanize` without them"""
+    copies: Any
+    """Where the parameters are if only the last update was applied"""
+
+
+def following(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """A mechanized transformation whose displacements follow edits of the parameters."""
+
+    def init(params: Any) -> Followed:
+        return Followed(tx.init(params), jax.tree.map(_copy, params))
+
+    def update(
+        grads: Any, state: Followed, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Followed]:
+        if params is None:
+            raise ValueError(vectors.NO_PARAMS)
+        tuned = _follow(state, params)
+        updates, tuned = tx.update(grads, tuned, params, **extra_args)
+        return updates, Followed(tuned, optax.apply_updates(params, updates))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copy(param: Any) -> Any:
+    return jnp.copy(param) if vectors.is_number(param) else param
+
+
+def _follow(state: Followed, params: Any) -> Any:
+    """The state of a tuner whose displacements know of the edits since its last update."""
+
+    def of_one(node: Any) -> Any:
+        if not isinstance(node, MechanicState):
+            return node
+        numbers = node.numbers
+        length = numbers.scale * numbers.share
+
+        def follow(stored: Any, param: Any, copy: Any) -> Any:
+            if _is_masked(stored) or not vectors.is_inexact(param):
+                return stored
+            return _followed(stored, param, copy, length)
+
+        own = jax.tree.map(follow, node.displacement, params, state.copies, is_leaf=_is_masked)
+        return node._replace(displacement=own)
+
+    return jax.tree.map(of_one, state.tuned, is_leaf=lambda node: isinstance(node, MechanicState))
+
+
+def _followed(stored: Array, param: Array, copy: Array, length: Array) -> Array:
+    wide = vectors.working_dtype(param.dtype)
+    edit = param.astype(wide) - copy.astype(wide)
+    change = edit * jnp.where(length > 0, 1 / length, 0.0).astype(edit.real.dtype)
+    had = stored.astype(wide)
+    is_near = jnp.linalg.norm(change) <= FAR * jnp.linalg.norm(had)  # nor NaN, of an unknown copy
+    return (had + jnp.where(is_near, change, 0.0)).astype(stored.dtype)
+
+
+def unknown(copies: Any) -> Any:
+    """Copies of parameters of which it is not known where they were."""
+    return jax.tree.map(
+        lambda own: jnp.full_like(own, jnp.nan) if vectors.is_inexact(own) else own, copies
+    )
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether it stands for an array that another scope has."""
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,199 @@
+"""Weights that someone else changes after every step: a mask, a clamp, a norm that is put back.
+
+Δ would hold what such an edit takes back, and the scale would grow along a direction in which the
+weights do not move. So some weights are looked at between steps, now and then. When they were
+changed twice, all weights are compared with a copy from then on, and Δ follows the edits. A single
+edit, such as an EMA that is put in, changes no Δ, and no copy is made.
+"""
+
+import ctypes
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mechanic.torch import modes, vectors
+from mechanic.torch.call import Call
+from mechanic.torch.capture import is_capturing, is_traced
+from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.sharding import here
+
+_FIRST = 64  # so many first steps are looked at, in which the scale grows fast, and later
+_PERIOD = 32  # one in so many
+_ENOUGH = 2  # looks that find an edit, of
+_RECENT = 4  # so many
+_SAMPLE = 4096  # weights are looked at,
+_LEAST, _MOST = 8, 256  # of each tensor at least and at most so many
+_FAR = 2.0  # times the way from x_ref
+
+
+class _Watch:
+    """What is known of the edits of one optimizer's weights."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.sample: Tensor | None = None
+        """Some weights after the last step, if they are to be looked at before the next"""
+        self.looks = [False] * _RECENT
+        """Whether an edit was found, in the last looks"""
+        self.answer: Tensor | None = None
+        """Where a GPU writes what a look has found"""
+        self.copies: dict[Tensor, Tensor] | None = None
+        """All weights after the last step, if edits are followed"""
+        self.has_seen: Any = False
+        """Whether an edit was found since copies were last thought about"""
+
+
+_watches: WeakKeyDictionary[Mechanism, _Watch] = WeakKeyDictionary()
+
+
+def follow(call: Call) -> None:
+    """Before a step: have the displacements follow the edits since the last one."""
+    watch = _watches.get(call.mechanism)
+    if watch is None or not _can_look(call):
+        return
+    if watch.copies is not None:
+        _follow(call.optimizer, call.mechanism, watch)
+        watch.copies = {}  # until the step is made: they are of no use if it is interrupted
+        _forget_arrivals(call)
+    elif watch.sample is not None:
+        sample, watch.sample = watch.sample, None
+        _look(call, watch, sample)
+
+
+def note(call: Call) -> None:
+    """After a step: note where the weights are."""
+    if not _can_look(call):
+        return
+    watch = _watches.setdefault(call.mechanism, _Watch())
+    watch.steps += 1
+    is_due = watch.steps % _PERIOD == 0
+    if watch.copies is not None and is_due:
+        has_seen, watch.has_seen = bool(watch.has_seen), False
+        if not has_seen:
+            watch.copies, watch.looks = None, [False] * _RECENT
+    if watch.copies is not None:
+        _copy(call.optimizer, watch)
+    elif is_due or watch.steps < _FIRST:
+        watch.sample = _take(call, watch.steps)
+
+
+def settle(optimizer: Any, mechanism: Mechanism) -> None:
+    """Before a checkpoint: have the displacements follow the edits until now."""
+    watch = _watches.get(mechanism)
+    if watch is not None and watch.copies:
+        _follow(optimizer, mechanism, watch)
+        _copy(optimizer, watch)
+
+
+def resume(mechanism: Mechanism, *, are_followed: bool) -> None:
+    """Begin anew with a checkpoint, whose displacements may follow edits."""
+    _watches.pop(mechanism, None)
+    if are_followed:
+        watch = _watches[mechanism] = _Watch()
+        watch.copies, watch.has_seen = {}, True
+
+
+def are_followed(mechanism: Mechanism) -> bool:
+    """Whether someone else was found to change the weights between steps."""
+    watch = _watches.get(mechanism)
+    return watch is not None and watch.copies is not None
+
+
+def _can_look(call: Call) -> bool:
+    """Whether numbers can be read. A base with modes moves the weights between steps by itself."""
+    home = call.mechanism.home
+    return not (
+        home.type == "meta"
+        or is_traced()
+        or is_capturing(home)
+        or call.optimizer.defaults.get("differentiable")
+        or modes.has_modes(type(call.optimizer))
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _displaced(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The parameters that have a displacement, their local part, and that of the displacement."""
+    found = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            stored = optimizer.state.get(param, {}).get(DISPLACEMENT)
+            if stored is not None and param.numel():
+                found.append((param, vectors.real(here(param.detach())), here(stored)))
+    return found
+
+
+def _take(call: Call, offset: int) -> Tensor | None:
+    """Some weights, which are others at another offset; None where no tensor can be looked at."""
+    rows = _displaced(call.optimizer)
+    many = min(max(_SAMPLE // max(len(rows), 1), _LEAST), _MOST)
+    pieces = []
+    for _, part, _ in rows:
+        if part.device == call.mechanism.home and part.is_contiguous():
+            stride = max(part.numel() // many, 1)
+            size = min(many, part.numel() // stride)
+            begin = part.storage_offset() + offset % stride
+            pieces.append(part.as_strided((size,), (stride,), begin))
+    return torch.cat(pieces) if pieces else None
+
+
+def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
+    now = _take(call, watch.steps)
+    if now is None or now.shape != sample.shape or now.dtype != sample.dtype:
+        return
+    watch.looks = [*watch.looks[1:], _differ(watch, now, sample)]
+    if sum(watch.looks) < _ENOUGH:
+        return
+    # What was taken back until now is in Δ, no one knows where.
+    with torch.no_grad():
+        for _, _, stored in _displaced(call.optimizer):
+            stored.zero_()
+    watch.copies, watch.has_seen = {}, True
+    _forget_arrivals(call)
+
+
+def _differ(watch: _Watch, now: Tensor, sample: Tensor) -> bool:
+    """Whether the weights are others. On a GPU, whether they were in the last look, so that no step
+    waits."""
+    if now.device.type == "cpu":
+        return not torch.equal(now, sample)
+    if watch.answer is None:
+        pinned = now.device.type == "cuda"
+        watch.answer = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
+    last = ctypes.c_int64.from_address(watch.answer.data_ptr()).value
+    watch.answer.copy_((now != sample).any().to(torch.int64), non_blocking=True)
+    return bool(last)
+
+
+def _copy(optimizer: Any, watch: _Watch) -> None:
+    watch.copies = {param: part.clone() for param, part, _ in _displaced(optimizer)}
+
+
+def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
+    """Have the displacements follow what was done to the weights since the copies were made."""
+    numbers, copies = mechanism.scalars.read(), watch.copies or {}
+    length = numbers.scale * numbers.share
+    per_step = torch.where(length > 0, 1 / length, 0.0)
+    found = []
+    with torch.no_grad():
+        for param, part, stored in _displaced(optimizer):
+            copy = copies.get(param)
+            if copy is None or (copy.shape, copy.device) != (part.shape, part.device):
+                continue
+            wide = vectors.working_dtype(part)
+            edit = part.to(wide) - copy.to(wide)
+            found.append((edit != 0).any().to(mechanism.home))
+            change = edit * per_step.to(edit)
+            # A longer one takes no step back: it puts the weights somewhere else, once.
+            is_far = change.norm() > _FAR * stored.to(wide).norm()
+            stored.add_(torch.where(is_far, 0.0, change))
+    if found:
+        watch.has_seen = watch.has_seen | torch.stack(found).any()
+
+
+def _forget_arrivals(call: Call) -> None:
+    """Have sums that were taken in the backward pass taken anew."""
+    if call.mechanism.kernels.arrivals is not None:
+        call.mechanism.kernels.arrivals.forget()

@@ -1,0 +1,332 @@
+"""Weights that someone else changes after every step. Without a tuner that knows of it, S grows
+without end along what is taken back."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from bases import by_kind, make_problem, plain_bases
+from cases import case
+from lockstep import kernels
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from mechanic.torch import mechanize, tuner
+from mechanic.torch.edits import are_followed
+from mechanic.torch.mechanism import DISPLACEMENT
+from mechanic.torch.native import step as native
+
+STEPS = 400
+Edit = Callable[[nn.Module], None]
+BASES: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": AdamW,
+    "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
+}
+
+
+class Task:
+    """A classification that two layers can learn."""
+
+    def __init__(self, seed: int = 0):
+        draw = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(256, 20, generator=draw)
+        self.y = (self.x @ torch.randn(20, 4, generator=draw)).argmax(1)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.masks = [torch.rand(p.shape, generator=draw) < 0.3 for p in self.model.parameters()]
+        self.first = self.model[0].weight[:16].detach().clone()
+        self.draw = draw
+
+    def loss(self, chosen=slice(None)):
+        return cross_entropy(self.model(self.x[chosen]), self.y[chosen])
+
+    def mask(self):
+        for param, mask in zip(self.model.parameters(), self.masks, strict=True):
+            param.mul_(mask)
+
+    def mask_data(self):  # which autograd does not see
+        for param, mask in zip(self.model.parameters(), self.masks, strict=True):
+            param.data *= mask
+
+    def clamp(self):
+        for param in self.model.parameters():
+            param.clamp_(-0.3, 0.3)
+
+    def nonnegative(self):
+        self.model[2].weight.clamp_(min=0)
+
+    def unit_rows(self):
+        self.model[0].weight.copy_(normalize(self.model[0].weight, dim=1))
+
+    def restore_rows(self):
+        self.model[0].weight[:16] = self.first
+
+    def decay(self):
+        for param in self.model.parameters():
+            param.mul_(0.999)
+
+    def train(self, optimizer, edit: str, steps=STEPS):
+        schedule = CosineAnnealingLR(optimizer, steps)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            self.loss(torch.randint(256, (32,), generator=self.draw)).backward()
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                getattr(self, edit)()
+        return self.loss().item()
+
+
+EDITS = ["mask", "mask_data", "clamp", "nonnegative", "unit_rows", "restore_rows", "decay"]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("edit", [case(e, name=e, by_day=e in ("mask", "decay")) for e in EDITS])
+def test_a_run_ends_as_well_as_the_best_plain_one(edit, base):
+    for seed in range(3):
+        sweep = []
+        for lr in (1e-3, 1e-2, 3e-2, 0.1, 0.3):
+            task = Task(seed)
+            sweep.append(task.train(BASES[base](task.model.parameters(), lr=lr), edit))
+        task = Task(seed)
+        start = task.loss().item()
+        optimizer = mechanize(BASES[base](task.model.parameters(), lr=1.0))
+        end = task.train(optimizer, edit)
+        assert are_followed(optimizer._mechanic)
+        assert end < min(sweep) + 0.1 * (start - min(sweep))
+        assert tuner(optimizer).metrics()["skipped"] == 0
+
+
+PATHS = ["plain", "native", case("kernels", name="kernels", by_day=True)]
+
+
+def train_one(path, steps, edit, base=Adam, monkeypatch=None, **options):
+    """Weights of 1 that are pulled to a target, in noise, and edited."""
+    monkeypatch.setattr(native, "IS_ON", path == "native")
+    draw = torch.Generator().manual_seed(0)
+    target = torch.randn(40, generator=draw)
+    weights = nn.Parameter(torch.ones(40))
+    optimizer = mechanize(base([weights], lr=1.0), **options)
+    with kernels(path == "kernels"):
+        for step in range(steps):
+            weights.grad = 2 * (weights.detach() - target) + torch.randn(40, generator=draw)
+            yield step, weights, optimizer
+            optimizer.step()
+            with torch.no_grad():
+                edit(step, weights)
+
+
+@pytest.mark.usefixtures("small_chunks", "quick_interpreter", "one_thread")
+@pytest.mark.parametrize("path", PATHS)
+def test_the_weights_lie_on_their_displacement(path, monkeypatch):
+    """x = x_ref + S·Δ at every step, whatever is done to x: from where edits are known, x_ref stays
+    where it is."""
+
+    def clamp(_, weights):
+        weights.clamp_(min=0)
+
+    references, scales = [], []
+    for step, weights, optimizer in train_one(path, 45, clamp, monkeypatch=monkeypatch):
+        numbers = optimizer._mechanic.scalars.read()
+        if step > 4 and are_followed(optimizer._mechanic):
+            before = optimizer.state[weights][DISPLACEMENT].double()
+            length = numbers.scale * numbers.share
+            # what the next step will find, once the displacement has followed the last edit
+            copied = next(iter(_copies(optimizer).values())).double()
+            references.append(weights.detach().double() - length * before - (weights - copied))
+            scales.append(float(numbers.scale))
+    assert len(references) > 20
+    assert max(scales) > 3 * min(scales)
+    for reference in references[1:]:
+        torch.testing.assert_close(reference, references[0], rtol=0, atol=1e-4)
+
+
+def _copies(optimizer):
+    from mechanic.torch import edits
+
+    return edits._watches[optimizer._mechanic].copies
+
+
+@pytest.mark.usefixtures("small_chunks", "quick_interpreter", "one_thread")
+def test_all_paths_come_to_the_same(monkeypatch):
+    def mask(_, weights):
+        weights[::3] = 0
+
+    ends = []
+    for path in PATHS:
+        name = path if isinstance(path, str) else path.values[0]
+        *_, (_, weights, optimizer) = train_one(name, 25, mask, monkeypatch=monkeypatch)
+        ends.append((weights.detach(), float(tuner(optimizer).scale)))
+    assert (ends[0][0][::3] == 0).all()
+    for weights, scale in ends[1:]:
+        torch.testing.assert_close(weights, ends[0][0], rtol=1e-4, atol=1e-6)
+        assert scale == pytest.approx(ends[0][1], rel=1e-4)
+
+
+def test_a_single_edit_and_a_swap_change_no_displacement(monkeypatch):
+    kept = {}
+
+    def swap(step, weights):
+        kept["own"] = weights.clone()
+        weights.fill_(7.0)
+        weights.copy_(kept["own"])
+        if step == 20:
+            weights += 3.0
+
+    for _, _, optimizer in train_one("native", 100, swap, monkeypatch=monkeypatch):
+        assert not are_followed(optimizer._mechanic)
+
+
+def test_edits_that_begin_late_are_found_and_those_that_end_are_forgotten(monkeypatch):
+    def mask(step, weights):
+        if 200 <= step < 400:
+            weights[::3] = 0
+
+    followed = []
+    for step, _, optimizer in train_one("native", 600, mask, monkeypatch=monkeypatch):
+        if are_followed(optimizer._mechanic):
+            followed.append(step)
+    assert 200 < followed[0] <= 264
+    assert 400 <= followed[-1] < 470
+    assert followed == list(range(followed[0], followed[-1] + 1))
+
+
+def test_an_edit_that_leads_far_away_is_not_followed(monkeypatch):
+    """As new weights are, that are loaded in the middle of a run with a mask."""
+
+    def mask(step, weights):
+        weights[::3] = 0
+        if step == 50:
+            weights[1::3] += 1e6
+
+    norms = []
+    for _, weights, optimizer in train_one("native", 52, mask, monkeypatch=monkeypatch):
+        norms.append(float(optimizer.state[weights].get(DISPLACEMENT, torch.zeros(1)).norm()))
+    optimizer.step()
+    assert float(optimizer.state[weights][DISPLACEMENT].norm()) < 2 * max(norms)
+
+
+@pytest.mark.parametrize("base", by_kind(plain_bases))
+def test_every_base_bears_a_mask(base):
+    problem = make_problem(base)
+    optimizer = mechanize(base.factory(problem.params, lr=1.0))
+    held = problem.params[0]
+    with torch.no_grad():
+        held[::2] = 0
+    start = problem.total()
+    for step in range(60):
+        optimizer.zero_grad()
+        problem.loss(step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            held[::2] = 0
+    assert are_followed(optimizer._mechanic) != base.modes
+    assert all(param.isfinite().all() for param in problem.params)
+    if not base.modes:
+        assert problem.total() < start
+
+
+def test_several_scales(monkeypatch):
+    task = Task()
+    optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0), scope="tensor")
+    assert task.train(optimizer, "mask") < 0.3
+    assert max(float(one.scale) for one in tuner(optimizer).scopes.values()) < 1e3
+
+
+def test_copies_and_pickles_watch_for_themselves(monkeypatch):
+    *_, (_, weights, optimizer) = train_one(
+        "native", 30, lambda _, w: w[::3].zero_(), monkeypatch=monkeypatch
+    )
+    assert are_followed(optimizer._mechanic)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not are_followed(twin._mechanic)
+        param = twin.param_groups[0]["params"][0]
+        for _ in range(5):
+            param.grad = torch.ones_like(param)
+            twin.step()
+            with torch.no_grad():
+                param[::3] = 0
+        assert are_followed(twin._mechanic)
+    held = weakref.ref(optimizer._mechanic)
+    del optimizer, weights, twin, param
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("edits_before", [True, False])
+def test_a_resumed_run_goes_on_bit_for_bit(edits_before):
+    """Whether a checkpoint is taken before the edit that follows a step, or after it."""
+
+    def go(weights, optimizer, target, steps, do_save_at=None):
+        for step in steps:
+            noise = torch.randn(40, generator=torch.Generator().manual_seed(step))
+            weights.grad = 2 * (weights.detach() - target) + noise
+            optimizer.step()
+            saved = None
+            for do_edit in (edits_before, not edits_before):
+                if do_edit:
+                    with torch.no_grad():
+                        weights[::3] = 0
+                elif step == do_save_at:
+                    own = weights.detach().clone()
+                    saved = own, copy.deepcopy(optimizer.state_dict())
+            if saved is not None:
+                return saved
+        return None
+
+    target, first = torch.linspace(-2, 2, 40), nn.Parameter(torch.ones(40))
+    whole = mechanize(AdamW([first], lr=1.0))
+    go(first, whole, target, range(60))
+    second = nn.Parameter(torch.ones(40))
+    weights, state_dict = go(second, mechanize(AdamW([second], lr=1.0)), target, range(60), 29)
+    third = nn.Parameter(weights)
+    resumed = mechanize(AdamW([third], lr=1.0))
+    resumed.load_state_dict(state_dict)
+    if not edits_before:
+        with torch.no_grad():
+            third[::3] = 0
+    go(third, resumed, target, range(30, 60))
+    assert are_followed(resumed._mechanic)
+    if edits_before:
+        assert torch.equal(third, first)
+        assert torch.equal(resumed.state[third][DISPLACEMENT], whole.state[first][DISPLACEMENT])
+    torch.testing.assert_close(third, first, rtol=0.1, atol=0.1)
+
+
+def test_diagnose_names_it():
+    task = Task()
+    optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0))
+    task.train(optimizer, "mask", 100)
+    assert "a mask, a clamp" in tuner(optimizer).diagnose()
+    task.train(optimizer, "loss", 200)
+    assert "a mask, a clamp" not in tuner(optimizer).diagnose()
+
+
+def test_an_interrupted_step_makes_no_edit_of_its_own(monkeypatch):
+    """A step that fails after the weights have moved leaves no copy that is older than they are."""
+    last: Tensor | None = None
+    for step, weights, optimizer in train_one(
+        "plain", 40, lambda _, w: w[::3].zero_(), monkeypatch=monkeypatch
+    ):
+        if step == 30:
+            displacement = optimizer.state[weights][DISPLACEMENT]
+
+            def fail(*_args, **_kwargs):
+                raise KeyboardInterrupt
+
+            handle = optimizer.register_step_post_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            handle.remove()
+            last = displacement.clone()
+        elif step == 31:
+            assert last is not None
+            numbers = optimizer._mechanic.scalars.read()
+            change = (optimizer.state[weights][DISPLACEMENT] - last).norm()
+            assert float(change) < 0.5 * float(last.norm()) + 3 / float(numbers.share)
