@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, AdamW, Optimizer
 
 from mechanic.torch import attach, mechanize, tuner
+from mechanic.torch.native import step as native
 
 T = TypeVar("T")
 
@@ -147,6 +148,27 @@ def test_a_step_that_is_patched_later_is_heard(is_marked, monkeypatch):
         step = Own.step
         patched = lambda self, closure=None: (calls.append(1), step(self))[1]  # noqa: E731
         patch.setattr(Own, "step", functools.wraps(step)(patched) if is_marked else patched)
+        train(optimizer, weight, 3)
+    assert len(calls) == 3
+    train(optimizer, weight, 2)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_patch_of_a_step_that_is_known_is_heard(is_native, monkeypatch):
+    monkeypatch.setattr(native, "IS_ON", is_native)
+    weight = new_weight()
+    optimizer = mechanize(AdamW([weight], lr=1.0))
+    train(optimizer, weight, 20)
+    calls, step = [], AdamW.step
+
+    @functools.wraps(step)
+    def patched(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        return step(self, closure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW, "step", patched)
         train(optimizer, weight, 3)
     assert len(calls) == 3
     train(optimizer, weight, 2)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from mechanic.torch import mechanize, tuner
-from mechanic.torch.attach import unhooked
+from mechanic.torch.call import unhooked
 
 # The largest error of a weight beside |x_ref| + |S·Δ|, and of the scale beside itself.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}

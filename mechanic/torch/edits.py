@@ -38,7 +38,7 @@ class _Watch:
         self.looks = [False] * _RECENT
         """Whether an edit was found, in the last looks"""
         self.answer: Tensor | None = None
-        """Where a GPU writes what a look has found"""
+        """Where it is written whether a look has found an edit"""
         self.copies: dict[Tensor, Tensor] | None = None
         """All weights after the last step, if edits are followed"""
         self.has_seen: Any = False
@@ -50,8 +50,10 @@ _watches: WeakKeyDictionary[Mechanism, _Watch] = WeakKeyDictionary()
 
 def follow(call: Call) -> None:
     """Before a step: have the displacements follow the edits since the last one."""
+    if torch.compiler.is_compiling():
+        return
     watch = _watches.get(call.mechanism)
-    if watch is None or not _can_look(call):
+    if watch is None or (watch.copies is None and watch.sample is None) or not _can_look(call):
         return
     if watch.copies is not None:
         _follow(call.optimizer, call.mechanism, watch)
@@ -64,19 +66,24 @@ def follow(call: Call) -> None:
 
 def note(call: Call) -> None:
     """After a step: note where the weights are."""
-    if not _can_look(call):
+    if torch.compiler.is_compiling():
         return
-    watch = _watches.setdefault(call.mechanism, _Watch())
+    watch = _watches.get(call.mechanism)
+    if watch is None:
+        watch = _watches[call.mechanism] = _Watch()
     watch.steps += 1
     is_due = watch.steps % _PERIOD == 0
-    if watch.copies is not None and is_due:
+    if (watch.copies is None and not is_due and watch.steps >= _FIRST) or not _can_look(call):
+        return
+    if watch.copies is None:
+        watch.sample = _take(call, watch.steps)
+        return
+    if is_due:
         has_seen, watch.has_seen = bool(watch.has_seen), False
         if not has_seen:
             watch.copies, watch.looks = None, [False] * _RECENT
-    if watch.copies is not None:
-        _copy(call.optimizer, watch)
-    elif is_due or watch.steps < _FIRST:
-        watch.sample = _take(call, watch.steps)
+            return
+    _copy(call.optimizer, watch)
 
 
 def settle(optimizer: Any, mechanism: Mechanism) -> None:
@@ -155,16 +162,13 @@ def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
 
 
 def _differ(watch: _Watch, now: Tensor, sample: Tensor) -> bool:
-    """Whether the weights are others. On a GPU, whether they were in the last look, so that no step
-    waits."""
-    if now.device.type == "cpu":
-        return not torch.equal(now, sample)
+    """Whether the weights are others. A GPU writes its answer to host memory when it gets there, so
+    that no step waits, and it may come a look late."""
     if watch.answer is None:
         pinned = now.device.type == "cuda"
         watch.answer = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
-    last = ctypes.c_int64.from_address(watch.answer.data_ptr()).value
-    watch.answer.copy_((now != sample).any().to(torch.int64), non_blocking=True)
-    return bool(last)
+    watch.answer.copy_((now != sample).any(), non_blocking=True)
+    return bool(ctypes.c_int64.from_address(watch.answer.data_ptr()).value)
 
 
 def _copy(optimizer: Any, watch: _Watch) -> None:

@@ -59,9 +59,13 @@ def is_proportional(step: Callable[..., Any]) -> bool:
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """The full name of a base's step; a subclass with a step of its own has another one."""
-    names = (getattr(step, name, "") for name in ("__module__", "__qualname__"))
-    return ".".join(map(str, names))
+    """The full name of a base's step. A subclass with a step of its own has another one, and so has
+    someone's patch that `functools.wraps` gave the name of what it wraps."""
+    module, name = (str(getattr(step, key, "")) for key in ("__module__", "__qualname__"))
+    home = str(getattr(step, "__globals__", {}).get("__name__", module))
+    package = home.partition(".")[0]
+    is_its_own = package in ("torch", module.partition(".")[0])  # or one of torch's decorators
+    return f"{module if is_its_own else home}.{name}"
 
 
 def rate_of(group: dict[str, Any], *, proportional: bool, half: bool | None = None) -> Rate:
