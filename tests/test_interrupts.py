@@ -337,10 +337,12 @@ def test_a_thread_that_reads_sees_the_weights_before_or_after(name):
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for _ in range(60):
+        for step in range(2000):
             run.give_gradients()
             run.optimizer.step()
             known.append(run.weights())
+            if step >= 60 and len(seen) > 30:  # on a busy machine the thread waits
+                break
     finally:
         is_over.set()
         reader.join()

@@ -114,6 +114,31 @@ def test_another_tuner_is_refused(row):
     opt.load_state_dict(_used(_params(*shapes), row).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("saved", "loads"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Lion", "AdamW")]
+)
+def test_another_optimizer_is_refused(saved, loads):
+    """Whose every step would fail."""
+    theirs = _used(_params((2, 2)), saved).state_dict()
+    _is_refused(_used(_params((2, 2)), loads), theirs, "lack")
+
+
+@pytest.mark.parametrize("entry", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_state_of_adam_in_part_is_refused(entry):
+    saved = _used(_params((2, 2), (3,))).state_dict()
+    del saved["state"][1][entry]
+    _is_refused(_used(_params((2, 2), (3,))), saved, "parameter 1 lacks", entry)
+
+
+def test_settings_that_a_new_version_has_added_may_be_missing():
+    saved = _used(_params((2, 2))).state_dict()
+    for key in ("fused", "foreach", "capturable", "maximize", "differentiable"):
+        del saved["param_groups"][0][key]
+    opt = _used(_params((2, 2)))
+    opt.load_state_dict(saved)
+    opt.step()
+
+
 @pytest.mark.parametrize("key", ["share", "top", "size", "steps", "frozen", "preset"])
 def test_a_tuner_that_is_incomplete_is_refused(key):
     """As another version of this library may have written it."""

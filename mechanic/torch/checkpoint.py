@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from mechanic import tuner
 from mechanic.options import Options
@@ -43,6 +43,12 @@ _LEAST = {"signal": -math.inf, "r": -math.inf, "share": sys.float_info.min}
 # one number per row or a projection under the same names.
 _SHAPED_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev")
 _SHAPED_IN = ("torch", "lion_pytorch")
+_NO_DISPLACEMENT = (
+    "the checkpoint holds a tuner that has run, but no displacement of a parameter. Nothing was "
+    "loaded. If it came through torch.distributed.checkpoint, load it into an optimizer that has "
+    "made a step, so that there is a place for them."
+)
+_OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}  # either all of them are there, or none
 
 
 def publish(optimizer: Optimizer, mechanism: Mechanism) -> None:
@@ -109,11 +115,7 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
         state, found = _split_state(optimizer, state_dict)
         displacements.update(found if any(saved.values()) else {})
         if any(own.get("steps") for own in saved.values()) and not displacements:
-            raise ValueError(
-                "the checkpoint holds a tuner that has run, but no displacement of a parameter. "
-                "Nothing was loaded. If it came through torch.distributed.checkpoint, load it into "
-                "an optimizer that has made a step, so that there is a place for them."
-            )
+            raise ValueError(_NO_DISPLACEMENT)
         own_groups = [  # the rate in force may be a tensor, which torch would copy
             {name: value for name, value in group.items() if name != EFFECTIVE_LR}
             for group in state_dict["param_groups"]
@@ -122,6 +124,7 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
         return {**state_dict, "state": own_state, "param_groups": own_groups}
 
     def put_back(_: Optimizer) -> None:
+        _check_settings(optimizer, had[1])
         for name, part, mechanism in parts_of(optimizer):
             for param in chain.from_iterable(group["params"] for group in part.param_groups):
                 if param in displacements:
@@ -338,9 +341,32 @@ def _check_displacement(
         )
 
 
+def _check_settings(optimizer: Any, had: list[dict[str, Any]]) -> None:
+    """Refuse a checkpoint of another optimizer, without whose settings every step would fail. Those
+    that a new version has added are there once it is loaded."""
+    for group, before in zip(optimizer.param_groups, had, strict=True):
+        missing = sorted((optimizer.defaults.keys() & before.keys()) - group.keys())
+        if missing and _is_of_torch(optimizer):
+            raise ValueError(
+                f"the checkpoint is of another optimizer: its groups lack {', '.join(missing)}, "
+                f"which {type(optimizer)._base.__name__} needs. Nothing was loaded."
+            )
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    return type(optimizer)._base.__module__.split(".")[0] in _SHAPED_IN
+
+
 def _check_base_state(optimizer: Any, key: Any, param: Tensor, state: Any) -> None:
-    if type(optimizer)._base.__module__.split(".")[0] not in _SHAPED_IN:
+    if not _is_of_torch(optimizer):
         return
+    if isinstance(state, dict) and 0 < len(state.keys() & _OF_ADAM) < len(_OF_ADAM):
+        lacking = ", ".join(sorted(_OF_ADAM - state.keys()))
+        if isinstance(optimizer, (Adam, AdamW)):
+            raise ValueError(
+                f"the checkpoint is damaged: the state of parameter {key} lacks {lacking}. "
+                "Nothing was loaded."
+            )
     for entry in _SHAPED_LIKE_PARAMETER:
         saved = state.get(entry) if isinstance(state, dict) else None
         if isinstance(saved, Tensor) and saved.dim():  # some keep a single number
