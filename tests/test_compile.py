@@ -11,6 +11,7 @@ from comparing import assert_same_run
 from torch.optim import lr_scheduler
 
 from mechanic.torch import mechanize, tuner
+from mechanic.torch.edits import are_followed
 
 
 @pytest.fixture
@@ -55,6 +56,21 @@ def test_a_compiled_step(name: str, whole: bool) -> None:
         two.backward(i)
         step()
     assert_same_run(eager, opt, rtol=1e-4)  # compiled, torch's Adam counts its steps in float32
+
+
+@compiled
+@pytest.mark.nightly
+def test_compiled_steps_between_others_are_no_edits() -> None:
+    """Of the weights, by someone else: `mechanic.torch.edits` sees none of the compiled ones."""
+    one, two = (make_problem(dtype=torch.float64, hidden=16) for _ in range(2))
+    eager, opt = (mechanize(BY_ID["AdamW"].factory(p.params)) for p in (one, two))
+    step = torch.compile(opt.step, backend="eager")
+    train(eager, one, 25)
+    for i in range(25):
+        two.backward(i)
+        (step if i > 5 and i % 2 else opt.step)()
+        assert not are_followed(opt._mechanic)
+    assert_same_run(eager, opt, rtol=1e-4)
 
 
 @compiled

@@ -33,6 +33,9 @@ class _Watch:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.at: Any = -1
+        """The tuner's count of steps after the last one. Replays of a CUDA graph and compiled steps
+        move the weights and are not seen here."""
         self.sample: Tensor | None = None
         """Some weights after the last step, if they are to be looked at before the next"""
         self.looks = [False] * _RECENT
@@ -75,6 +78,7 @@ def note(call: Call) -> None:
     is_due = watch.steps % _PERIOD == 0
     if (watch.copies is None and not is_due and watch.steps >= _FIRST) or not _can_look(call):
         return
+    watch.at = call.mechanism.counts.read().steps.clone()
     if watch.copies is None:
         watch.sample = _take(call, watch.steps)
         return
@@ -150,7 +154,8 @@ def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
     now = _take(call, watch.steps)
     if now is None or now.shape != sample.shape or now.dtype != sample.dtype:
         return
-    watch.looks = [*watch.looks[1:], _differ(watch, now, sample)]
+    is_other = (now != sample).any() & (call.mechanism.counts.read().steps == watch.at)
+    watch.looks = [*watch.looks[1:], _is_so(watch, is_other)]
     if sum(watch.looks) < _ENOUGH:
         return
     # What was taken back until now is in Δ, no one knows where.
@@ -161,13 +166,13 @@ def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
     _forget_arrivals(call)
 
 
-def _differ(watch: _Watch, now: Tensor, sample: Tensor) -> bool:
-    """Whether the weights are others. A GPU writes its answer to host memory when it gets there, so
-    that no step waits, and it may come a look late."""
+def _is_so(watch: _Watch, found: Tensor) -> bool:
+    """What was found. A GPU writes it to host memory when it gets there, so that no step waits, and
+    what is read there may be what the look before has found."""
     if watch.answer is None:
-        pinned = now.device.type == "cuda"
+        pinned = found.device.type == "cuda"
         watch.answer = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
-    watch.answer.copy_((now != sample).any(), non_blocking=True)
+    watch.answer.copy_(found.to(torch.int64), non_blocking=True)
     return bool(ctypes.c_int64.from_address(watch.answer.data_ptr()).value)
 
 
@@ -179,7 +184,8 @@ def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
     """Have the displacements follow what was done to the weights since the copies were made."""
     numbers, copies = mechanism.scalars.read(), watch.copies or {}
     length = numbers.scale * numbers.share
-    per_step = torch.where(length > 0, 1 / length, 0.0)
+    is_known = (length > 0) & (mechanism.counts.read().steps == watch.at)
+    per_step = torch.where(is_known, 1 / length, 0.0)
     found = []
     with torch.no_grad():
         for param, part, stored in _displaced(optimizer):
