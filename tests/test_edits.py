@@ -11,7 +11,6 @@ import pytest
 import torch
 from bases import by_kind, make_problem, plain_bases
 from cases import case
-from lockstep import kernels
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -103,7 +102,7 @@ def test_a_run_ends_as_well_as_the_best_plain_one(edit, base):
         assert tuner(optimizer).metrics()["skipped"] == 0
 
 
-PATHS = ["plain", "native", case("kernels", name="kernels", by_day=True)]
+PATHS = ["plain", "native"]
 
 
 def train_one(path, steps, edit, base=Adam, monkeypatch=None, **options):
@@ -113,16 +112,14 @@ def train_one(path, steps, edit, base=Adam, monkeypatch=None, **options):
     target = torch.randn(40, generator=draw)
     weights = nn.Parameter(torch.ones(40))
     optimizer = mechanize(base([weights], lr=1.0), **options)
-    with kernels(path == "kernels"):
-        for step in range(steps):
-            weights.grad = 2 * (weights.detach() - target) + torch.randn(40, generator=draw)
-            yield step, weights, optimizer
-            optimizer.step()
-            with torch.no_grad():
-                edit(step, weights)
+    for step in range(steps):
+        weights.grad = 2 * (weights.detach() - target) + torch.randn(40, generator=draw)
+        yield step, weights, optimizer
+        optimizer.step()
+        with torch.no_grad():
+            edit(step, weights)
 
 
-@pytest.mark.usefixtures("small_chunks", "quick_interpreter", "one_thread")
 @pytest.mark.parametrize("path", PATHS)
 def test_the_weights_lie_on_their_displacement(path, monkeypatch):
     """x = x_ref + S·Δ at every step, whatever is done to x: from where edits are known, x_ref stays
@@ -153,20 +150,18 @@ def _copies(optimizer):
     return edits._watches[optimizer._mechanic].copies
 
 
-@pytest.mark.usefixtures("small_chunks", "quick_interpreter", "one_thread")
-def test_all_paths_come_to_the_same(monkeypatch):
+def test_both_paths_come_to_the_same(monkeypatch):
     def mask(_, weights):
         weights[::3] = 0
 
     ends = []
     for path in PATHS:
-        name = path if isinstance(path, str) else path.values[0]
-        *_, (_, weights, optimizer) = train_one(name, 25, mask, monkeypatch=monkeypatch)
+        *_, (_, weights, optimizer) = train_one(path, 25, mask, monkeypatch=monkeypatch)
         ends.append((weights.detach(), float(tuner(optimizer).scale)))
-    assert (ends[0][0][::3] == 0).all()
-    for weights, scale in ends[1:]:
-        torch.testing.assert_close(weights, ends[0][0], rtol=1e-4, atol=1e-6)
-        assert scale == pytest.approx(ends[0][1], rel=1e-4)
+    (weights, scale), (same, own) = ends
+    assert (weights[::3] == 0).all()
+    torch.testing.assert_close(same, weights, rtol=1e-4, atol=1e-6)
+    assert own == pytest.approx(scale, rel=1e-4)
 
 
 def test_a_single_edit_and_a_swap_change_no_displacement(monkeypatch):
