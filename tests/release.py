@@ -1,8 +1,9 @@
 """Builds the wheel and the sdist, and installs the wheel into an empty environment for each extra,
 and the sdist into one without extras.
 
-    make release-check                            # all, up to half an hour on two busy cores
-    python tests/release.py torch==2.13.0 optax   # these alone
+    make release-check                               # all, up to half an hour on two busy cores
+    python tests/release.py torch==2.13.0 optax      # these alone
+    python tests/release.py torch==2.13.0 --in-turn  # one environment for all
 
 In each environment a few lines use what the extra is for. torch is installed first, by its exact
 version, so that nothing else chooses another build of it. The extra `timm` is not tried: it brings
@@ -11,6 +12,7 @@ checkout.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,17 +90,30 @@ def build() -> tuple[Path, Path]:
 def try_extra(extra: str, archive: Path, torch: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
-        commands = Path(folder) / "bin"
-        pip = [commands / "python", *PIP]
         if extra not in WITHOUT_TORCH:
-            subprocess.run([*pip, torch], check=True)
-        subprocess.run([*pip, f"{archive}[{extra}]" if extra else str(archive)], check=True)
-        code, (command, *words) = USES[extra]
-        (Path(folder) / "train.py").write_text(TORCH, "utf-8")
-        subprocess.run([commands / "python", "-c", code], cwd=folder, check=True)
-        took = min(
-            duration(Path(folder), commands / command, *words) for _ in range(1 if extra else 5)
-        )
+            subprocess.run([Path(folder) / "bin" / "python", *PIP, torch], check=True)
+        add(extra, archive, Path(folder))
+
+
+def try_in_turn(archive: Path, torch: str) -> None:
+    """All extras that need torch, one after the other in one environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        subprocess.run([Path(folder) / "bin" / "python", *PIP, torch], check=True)
+        for extra in (extra for extra in USES if extra not in WITHOUT_TORCH):
+            add(extra, archive, Path(folder))
+
+
+def add(extra: str, archive: Path, folder: Path) -> None:
+    """Install an extra into an environment, and use it."""
+    commands = folder / "bin"
+    wanted = f"{archive}[{extra}]" if extra else str(archive)
+    subprocess.run([commands / "python", *PIP, wanted], check=True)
+    code, (command, *words) = USES[extra]
+    (folder / "train.py").write_text(TORCH, "utf-8")
+    subprocess.run([commands / "python", "-c", code], cwd=folder, check=True)
+    shutil.rmtree(folder / "log", ignore_errors=True)
+    took = min(duration(folder, commands / command, *words) for _ in range(1 if extra else 5))
     print(
         f"{archive.name}[{extra}]: {command} {' '.join(words[:2])} took {took:.2f} s of CPU",
         flush=True,
@@ -118,6 +133,9 @@ def duration(folder: Path, *command: Path | str) -> float:
 def main() -> None:
     torch, *extras = sys.argv[1:]
     wheel, sdist = build()
+    if extras == ["--in-turn"]:
+        try_in_turn(wheel, torch)
+        return
     for extra in extras or USES:
         try_extra(extra, wheel, torch)
         if not extra:

@@ -227,6 +227,52 @@ def test_every_base_bears_a_mask(base):
         assert problem.total() < start
 
 
+@pytest.mark.parametrize("make_other", [SGD, lambda params, lr: mechanize(SGD(params, lr=lr))])
+def test_the_steps_of_another_optimizer_are_no_edits(make_other):
+    """As where two losses share a trunk, with an optimizer for each."""
+    task = Task()
+    optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0))
+    other = make_other(task.model[0].parameters(), lr=0.01)
+    for _ in range(100):
+        for one in (optimizer, other):
+            one.zero_grad()
+            task.loss(torch.randint(256, (32,), generator=task.draw)).backward()
+            one.step()
+        assert not are_followed(optimizer._mechanic)
+    assert task.loss() < 0.3
+
+
+def test_an_optimizer_that_wraps_it_is_no_other():
+    """It has the same groups."""
+
+    class Wrapper(Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups = inner, inner.param_groups
+
+    task = Task()
+    optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0))
+    wrapper = Wrapper(optimizer)
+    task.train(optimizer, "mask", 20)
+    assert are_followed(wrapper.inner._mechanic)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_weight_that_is_nan_or_infinite_is_no_edit(is_masked):
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.tensor([float("nan"), -float("inf")] + [1.0] * 38))
+    optimizer = mechanize(Adam([weights], lr=1.0))
+    for _ in range(40):
+        weights.grad = 2 * (weights.detach() - 3) + 0.1 * torch.randn(40)
+        weights.grad[:2] = 0
+        optimizer.step()
+        if is_masked:
+            weights.data[3::3] = 0
+    assert are_followed(optimizer._mechanic) == is_masked
+    assert optimizer.state[weights][DISPLACEMENT].isfinite().all()
+    assert weights[2:].isfinite().all()
+    assert float(weights.detach()[2]) > 1.1
+
+
 def test_several_scales(monkeypatch):
     task = Task()
     optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0), scope="tensor")

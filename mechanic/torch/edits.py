@@ -3,15 +3,18 @@
 Δ would hold what such an edit takes back, and the scale would grow along a direction in which the
 weights do not move. So some weights are looked at between steps, now and then. When they were
 changed twice, all weights are compared with a copy from then on, and Δ follows the edits. A single
-edit, such as an EMA that is put in, changes no Δ, and no copy is made.
+edit, such as an EMA that is put in, changes no Δ, and no copy is made. Nor is it where another
+optimizer moves the same weights: its steps are for a loss of its own.
 """
 
 import ctypes
+import gc
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mechanic.torch import modes, vectors
 from mechanic.torch.call import Call
@@ -46,6 +49,8 @@ class _Watch:
         """All weights after the last step, if edits are followed"""
         self.has_seen: Any = False
         """Whether an edit was found since copies were last thought about"""
+        self.is_over = False
+        """Whether no more is looked for: another optimizer moves the weights"""
 
 
 _watches: WeakKeyDictionary[Mechanism, _Watch] = WeakKeyDictionary()
@@ -74,6 +79,8 @@ def note(call: Call) -> None:
     watch = _watches.get(call.mechanism)
     if watch is None:
         watch = _watches[call.mechanism] = _Watch()
+    if watch.is_over:
+        return
     watch.steps += 1
     is_due = watch.steps % _PERIOD == 0
     if (watch.copies is None and not is_due and watch.steps >= _FIRST) or not _can_look(call):
@@ -154,9 +161,13 @@ def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
     now = _take(call, watch.steps)
     if now is None or now.shape != sample.shape or now.dtype != sample.dtype:
         return
-    is_other = (now != sample).any() & (call.mechanism.counts.read().steps == watch.at)
+    is_other = ((now != sample) & ~now.isnan()).any()
+    is_other &= call.mechanism.counts.read().steps == watch.at
     watch.looks = [*watch.looks[1:], _is_so(watch, is_other)]
     if sum(watch.looks) < _ENOUGH:
+        return
+    if _has_rival(call.optimizer):
+        watch.is_over = True
         return
     # What was taken back until now is in Δ, no one knows where.
     with torch.no_grad():
@@ -164,6 +175,20 @@ def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
             stored.zero_()
     watch.copies, watch.has_seen = {}, True
     _forget_arrivals(call)
+
+
+def _has_rival(optimizer: Any) -> bool:
+    """Whether another optimizer has some of the same parameters. One that wraps this one, or is a
+    part of it, has the same groups."""
+    groups = {id(group) for group in optimizer.param_groups}
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for other in gc.get_objects():
+        if issubclass(type(other), Optimizer) and other is not optimizer:
+            theirs = vars(other).get("param_groups") or []
+            held = {id(param) for group in theirs for param in group["params"]}
+            if held & params and not groups & set(map(id, theirs)):
+                return True
+    return False
 
 
 def _is_so(watch: _Watch, found: Tensor) -> bool:
@@ -193,7 +218,7 @@ def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
             if copy is None or (copy.shape, copy.device) != (part.shape, part.device):
                 continue
             wide = vectors.working_dtype(part)
-            edit = part.to(wide) - copy.to(wide)
+            edit = (part.to(wide) - copy.to(wide)).nan_to_num(0.0, 0.0, 0.0)
             found.append((edit != 0).any().to(mechanism.home))
             change = edit * per_step.to(edit)
             # A longer one takes no step back: it puts the weights somewhere else, once.
