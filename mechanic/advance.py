@@ -23,6 +23,9 @@ ABSURD = 1e3
 SAMPLE = 1 << 12
 """The elements by which the typical size of an array is told."""
 
+FAR = 2.0
+"""Edits of the parameters so many times as long as S·Δ take no step back, and are not followed."""
+
 
 class Advanced(NamedTuple):
     """What a step of the tuner comes to."""

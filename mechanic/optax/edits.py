@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mechanic.advance import FAR
 from mechanic.arrays import Array
 from mechanic.optax import vectors
 from mechanic.optax.state import MechanicState
-
-FAR = 2.0  # times the way from x_ref: a longer edit puts the parameters somewhere else, once
 
 
 class Followed(NamedTuple):

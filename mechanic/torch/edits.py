@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic.advance import FAR
 from mechanic.torch import modes, vectors
 from mechanic.torch.call import Call
 from mechanic.torch.capture import is_capturing, is_traced
@@ -28,7 +29,6 @@ _ENOUGH = 2  # looks that find an edit, of
 _RECENT = 4  # so many
 _SAMPLE = 4096  # weights are looked at,
 _LEAST, _MOST = 8, 256  # of each tensor at least and at most so many
-_FAR = 2.0  # times the way from x_ref
 
 
 class _Watch:
@@ -222,7 +222,7 @@ def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
             found.append((edit != 0).any().to(mechanism.home))
             change = edit * per_step.to(edit)
             # A longer one takes no step back: it puts the weights somewhere else, once.
-            is_far = change.norm() > _FAR * stored.to(wide).norm()
+            is_far = change.norm() > FAR * stored.to(wide).norm()
             stored.add_(torch.where(is_far, 0.0, change))
     if found:
         watch.has_seen = watch.has_seen | torch.stack(found).any()
