@@ -4,6 +4,7 @@ without end along what is taken back."""
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -242,18 +243,114 @@ def test_the_steps_of_another_optimizer_are_no_edits(make_other):
     assert task.loss() < 0.3
 
 
-def test_an_optimizer_that_wraps_it_is_no_other():
-    """It has the same groups."""
+class Wrapper(Optimizer):
+    """As of trainers, or of ZeRO: it has groups of its own, and steps the other one."""
 
-    class Wrapper(Optimizer):
-        def __init__(self, inner):
-            self.inner, self.param_groups = inner, inner.param_groups
+    def __init__(self, inner):
+        super().__init__([param for group in inner.param_groups for param in group["params"]], {})
+        self.inner = inner
 
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("other", ["wrapper", "idle", "parts", "of others"])
+def test_an_optimizer_that_wraps_it_or_rests_is_no_other(other):
     task = Task()
-    optimizer = mechanize(AdamW(task.model.parameters(), lr=1.0))
-    wrapper = Wrapper(optimizer)
-    task.train(optimizer, "mask", 20)
-    assert are_followed(wrapper.inner._mechanic)
+    optimizer = mechanize(
+        AdamW(task.model.parameters(), lr=1.0), scope="tensor" if other == "parts" else "all"
+    )
+    used = Wrapper(optimizer) if other == "wrapper" else optimizer
+    away = nn.Parameter(torch.ones(3))
+    beside = SGD(task.model.parameters() if other == "idle" else [away], lr=0.1)
+    for step in range(40):
+        used.zero_grad()
+        task.loss(torch.randint(256, (32,), generator=task.draw)).backward()
+        used.step()
+        if other == "of others":
+            away.grad = torch.ones(3)
+            beside.step()
+        if step % 2:  # so that it is found at some looks, and not at others
+            with torch.no_grad():
+                task.mask()
+    own = optimizer._mechanic
+    assert all(map(are_followed, own.mechanisms.values() if other == "parts" else [own]))
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    assert not [hook for hook in hooks.values() if "_Others" in repr(hook)]
+
+
+LAYOUTS = {
+    "columns": lambda: torch.ones(128, 128),
+    "channels last": lambda: torch.ones(16, 8, 3, 3).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda: torch.ones(16, 24).t(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("begin", [0, 100])
+def test_edits_are_found_wherever_they_lie(layout, begin):
+    """Also those of every second column, in a sample that takes one weight of many."""
+    torch.manual_seed(0)
+    weights = nn.Parameter(LAYOUTS[layout]())
+    optimizer = mechanize(Adam([weights], lr=1.0))
+    target = torch.randn_like(weights)
+    for step in range(begin + 200):
+        weights.grad = 2 * (weights.detach() - target) + torch.randn_like(weights)
+        optimizer.step()
+        if step >= begin:
+            weights.data[:, 1::2] = 0
+    assert are_followed(optimizer._mechanic)
+    assert float(tuner(optimizer).scale) < (10 if begin == 0 else 1000)
+
+
+def test_rounding_is_no_edit():
+    """Of a point to look at the gradient from, and back."""
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(500))
+    optimizer = mechanize(Adam([weights], lr=1.0))
+    for _ in range(60):
+        weights.grad = 2 * weights.detach() + torch.randn(500)
+        optimizer.step()
+        with torch.no_grad():
+            weights += 0.1
+            weights -= 0.1
+        assert not are_followed(optimizer._mechanic)
+
+
+def test_what_is_observed_follows_too():
+    """`observe()` takes the displacement before the step does."""
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.ones(64))
+    optimizer = mechanize(Adam([weights], lr=1.0))
+    target = torch.randn(64)
+    for _ in range(200):
+        weights.grad = 2 * (weights.detach() - target) + torch.randn(64)
+        tuner(optimizer).observe()
+        weights.grad = 2 * (weights.detach() - target) + torch.randn(64)
+        optimizer.step()
+        weights.data[::2] = 0
+    assert float(tuner(optimizer).scale) < 5
+
+
+def test_an_interrupt_follows_no_edit_twice(monkeypatch):
+    *_, (_, weights, optimizer) = train_one(
+        "plain", 30, lambda _, w: w[::3].zero_(), monkeypatch=monkeypatch
+    )
+    with torch.no_grad():
+        weights[1::3] += 0.01
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", fail)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    before = optimizer.state[weights][DISPLACEMENT].clone()
+    from mechanic.torch import edits
+
+    edits.settle(optimizer, optimizer._mechanic)
+    assert torch.equal(optimizer.state[weights][DISPLACEMENT], before)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

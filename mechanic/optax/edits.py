@@ -70,11 +70,11 @@ def _follow(state: Followed, params: Any) -> Any:
 
 def _followed(stored: Array, param: Array, copy: Array, length: Array) -> Array:
     wide = vectors.working_dtype(param.dtype)
-    edit = param.astype(wide) - copy.astype(wide)
+    edit = jnp.nan_to_num(param.astype(wide) - copy.astype(wide), posinf=0.0, neginf=0.0)
     change = edit * jnp.where(length > 0, 1 / length, 0.0).astype(edit.real.dtype)
     had = stored.astype(wide)
-    is_near = jnp.linalg.norm(change) <= FAR * jnp.linalg.norm(had)  # nor NaN, of an unknown copy
-    return (had + jnp.where(is_near, change, 0.0)).astype(stored.dtype)
+    is_far = jnp.linalg.norm(change) > FAR * jnp.linalg.norm(had)
+    return (had + jnp.where(is_far, 0.0, change)).astype(stored.dtype)
 
 
 def unknown(copies: Any) -> Any:

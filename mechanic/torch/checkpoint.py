@@ -219,6 +219,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Set the tuner to what was saved, or start it anew where nothing was."""
 
     mechanism.reset()
+    edits.resume(mechanism, are_followed=saved.get(EDITED, False))
     if not saved:
         return
     scalars, counts = mechanism.scalars.packed, mechanism.counts.packed
@@ -233,7 +234,6 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     mechanism.counts.skips_on_host = saved["skipped_in_a_row"]
     mechanism.history.resume_at(saved["updates"], saved["lrs"])
     mechanism.frozen, mechanism.scalars.observed = saved["frozen"], None
-    edits.resume(mechanism, are_followed=saved.get(EDITED, False))
 
 
 def _check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

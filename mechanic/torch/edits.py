@@ -8,18 +8,22 @@ optimizer moves the same weights: its steps are for a loss of its own.
 """
 
 import ctypes
-import gc
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mechanic.advance import FAR
 from mechanic.torch import modes, vectors
 from mechanic.torch.call import Call
 from mechanic.torch.capture import is_capturing, is_traced
+from mechanic.torch.kernels.host import Question
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.sharding import here
 
@@ -29,6 +33,7 @@ _ENOUGH = 2  # looks that find an edit, of
 _RECENT = 4  # so many
 _SAMPLE = 4096  # weights are looked at,
 _LEAST, _MOST = 8, 256  # of each tensor at least and at most so many
+_ROUNDING = 4.0  # units in the last place: what is added and taken off again is no edit
 
 
 class _Watch:
@@ -43,8 +48,10 @@ class _Watch:
         """Some weights after the last step, if they are to be looked at before the next"""
         self.looks = [False] * _RECENT
         """Whether an edit was found, in the last looks"""
-        self.answer: Tensor | None = None
+        self.answer: Any = None
         """Where it is written whether a look has found an edit"""
+        self.others: _Others | None = None
+        """Who else moves the weights, once an edit was found"""
         self.copies: dict[Tensor, Tensor] | None = None
         """All weights after the last step, if edits are followed"""
         self.has_seen: Any = False
@@ -65,7 +72,6 @@ def follow(call: Call) -> None:
         return
     if watch.copies is not None:
         _follow(call.optimizer, call.mechanism, watch)
-        watch.copies = {}  # until the step is made: they are of no use if it is interrupted
         _forget_arrivals(call)
     elif watch.sample is not None:
         sample, watch.sample = watch.sample, None
@@ -143,62 +149,111 @@ def _displaced(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def _take(call: Call, offset: int) -> Tensor | None:
-    """Some weights, which are others at another offset; None where no tensor can be looked at."""
+def _take(call: Call, step: int) -> Tensor | None:
+    """Some weights, which are others in each look; None where there are none."""
     rows = _displaced(call.optimizer)
     many = min(max(_SAMPLE // max(len(rows), 1), _LEAST), _MOST)
     pieces = []
     for _, part, _ in rows:
-        if part.device == call.mechanism.home and part.is_contiguous():
-            stride = max(part.numel() // many, 1)
-            size = min(many, part.numel() // stride)
-            begin = part.storage_offset() + offset % stride
-            pieces.append(part.as_strided((size,), (stride,), begin))
+        flat = _in_memory_order(part)
+        stride = max(part.numel() // many, 1)
+        size = min(many, part.numel() // stride)
+        # Any place within the stride: one that goes up with the step may miss every second column.
+        begin = flat.storage_offset() + ((step * 2654435761) >> 9) % stride
+        pieces.append(flat.as_strided((size,), (stride,), begin).to(call.mechanism.home))
     return torch.cat(pieces) if pieces else None
+
+
+def _in_memory_order(part: Tensor) -> Tensor:
+    """A tensor whose dimensions are ordered as they lie in memory, contiguous."""
+    if part.is_contiguous():
+        return part
+    return part.permute(sorted(range(part.dim()), key=part.stride, reverse=True)).contiguous()
 
 
 def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
     now = _take(call, watch.steps)
     if now is None or now.shape != sample.shape or now.dtype != sample.dtype:
         return
-    is_other = ((now != sample) & ~now.isnan()).any()
-    is_other &= call.mechanism.counts.read().steps == watch.at
+    is_other = _are_other(now, sample).any() & (call.mechanism.counts.read().steps == watch.at)
     watch.looks = [*watch.looks[1:], _is_so(watch, is_other)]
-    if sum(watch.looks) < _ENOUGH:
-        return
-    if _has_rival(call.optimizer):
+    if watch.others is not None and watch.others.have_stepped:
         watch.is_over = True
-        return
-    # What was taken back until now is in Δ, no one knows where.
-    with torch.no_grad():
-        for _, _, stored in _displaced(call.optimizer):
-            stored.zero_()
-    watch.copies, watch.has_seen = {}, True
-    _forget_arrivals(call)
+    if watch.is_over or not any(watch.looks):
+        _ask_no_more(watch)
+    elif sum(watch.looks) < _ENOUGH:
+        watch.others = watch.others or _Others(call.optimizer)
+    else:
+        _ask_no_more(watch)
+        # What was taken back until now is in Δ, no one knows where.
+        with torch.no_grad():
+            for _, _, stored in _displaced(call.optimizer):
+                stored.zero_()
+        watch.copies, watch.has_seen = {}, True
+        _forget_arrivals(call)
 
 
-def _has_rival(optimizer: Any) -> bool:
-    """Whether another optimizer has some of the same parameters. One that wraps this one, or is a
-    part of it, has the same groups."""
-    groups = {id(group) for group in optimizer.param_groups}
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for other in gc.get_objects():
-        if issubclass(type(other), Optimizer) and other is not optimizer:
-            theirs = vars(other).get("param_groups") or []
-            held = {id(param) for group in theirs for param in group["params"]}
-            if held & params and not groups & set(map(id, theirs)):
-                return True
-    return False
+def _are_other(now: Tensor, before: Tensor) -> Tensor:
+    """Which weights were changed; none that is NaN or infinite."""
+    sizes = before.nan_to_num(0.0, 0.0, 0.0).abs()
+    least = _ROUNDING * torch.finfo(now.dtype).eps * (sizes + sizes.mean())
+    return (now - before).abs().nan_to_num(0.0, 0.0, 0.0) > least
 
 
 def _is_so(watch: _Watch, found: Tensor) -> bool:
-    """What was found. A GPU writes it to host memory when it gets there, so that no step waits, and
-    what is read there may be what the look before has found."""
+    """What was found; on a GPU, what the look before has found, so that no step waits."""
+    if found.device.type == "cuda":
+        if watch.answer is None:
+            watch.answer = Question(found.device)
+            last = False
+        else:
+            last = watch.answer.wait()
+        watch.answer.ask(found)
+        return last
     if watch.answer is None:
-        pinned = found.device.type == "cuda"
-        watch.answer = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
-    watch.answer.copy_(found.to(torch.int64), non_blocking=True)
+        watch.answer = torch.zeros((), dtype=torch.int64)
+    watch.answer.copy_(found)
     return bool(ctypes.c_int64.from_address(watch.answer.data_ptr()).value)
+
+
+class _Others:
+    """Listens to the steps of other optimizers, and knows whether one has moved the same weights.
+    One that wraps this one moves them in a step of this one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.have_stepped = False
+        self._own = ref(optimizer)
+        self._groups = {id(group) for group in optimizer.param_groups}
+        self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._own_steps = 0
+        self._begun: dict[int, int] = {}
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._end),
+        ]
+
+    def _begin(self, other: Optimizer, *_: Any) -> None:
+        if self._own() is None:
+            self.stop()
+        self._begun[id(other)] = self._own_steps
+
+    def _end(self, other: Optimizer, *_: Any) -> None:
+        groups = vars(other).get("param_groups") or []
+        if any(id(group) in self._groups for group in groups):  # it is the whole of this part
+            self._own_steps += 1
+        elif self._begun.pop(id(other), None) == self._own_steps:
+            held = (id(param) for group in groups for param in group.get("params", ()))
+            self.have_stepped = self.have_stepped or any(one in self._params for one in held)
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _ask_no_more(watch: _Watch) -> None:
+    if watch.others is not None:
+        watch.others.stop()
+        watch.others = None
 
 
 def _copy(optimizer: Any, watch: _Watch) -> None:
@@ -206,8 +261,10 @@ def _copy(optimizer: Any, watch: _Watch) -> None:
 
 
 def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
-    """Have the displacements follow what was done to the weights since the copies were made."""
-    numbers, copies = mechanism.scalars.read(), watch.copies or {}
+    """Have the displacements follow what was done to the weights since the copies were made. These
+    are gone then: after an interrupt no edit is followed twice."""
+    copies, watch.copies = watch.copies or {}, {}
+    numbers = mechanism.scalars.read()
     length = numbers.scale * numbers.share
     is_known = (length > 0) & (mechanism.counts.read().steps == watch.at)
     per_step = torch.where(is_known, 1 / length, 0.0)
@@ -218,8 +275,8 @@ def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
             if copy is None or (copy.shape, copy.device) != (part.shape, part.device):
                 continue
             wide = vectors.working_dtype(part)
+            found.append(_are_other(part, copy.to(part)).any().to(mechanism.home))
             edit = (part.to(wide) - copy.to(wide)).nan_to_num(0.0, 0.0, 0.0)
-            found.append((edit != 0).any().to(mechanism.home))
             change = edit * per_step.to(edit)
             # A longer one takes no step back: it puts the weights somewhere else, once.
             is_far = change.norm() > FAR * stored.to(wide).norm()

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from mechanic.torch import sharding
+from mechanic.torch import edits, sharding
 from mechanic.torch.call import Call
 from mechanic.torch.measure import measure_gradients
 from mechanic.torch.plain import clip_factor, prepare
@@ -14,6 +14,7 @@ from mechanic.torch.scalars import Observed
 def observe(call: Call) -> None:
     """Measure the gradients that the parameters have now, for the tuner to learn from in the next
     step. The scale is held in all other steps."""
+    edits.settle(call.optimizer, call.mechanism)
     ready = prepare(call)
     if ready is None:
         raise ValueError(
