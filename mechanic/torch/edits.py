@@ -8,8 +8,8 @@ optimizer moves the same weights: its steps are for a loss of its own.
 """
 
 import ctypes
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, ClassVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -155,6 +155,8 @@ def _take(call: Call, step: int) -> Tensor | None:
     many = min(max(_SAMPLE // max(len(rows), 1), _LEAST), _MOST)
     pieces = []
     for _, part, _ in rows:
+        if part.device.type == "meta":
+            continue
         flat = _in_memory_order(part)
         stride = max(part.numel() // many, 1)
         size = min(many, part.numel() // stride)
@@ -220,7 +222,13 @@ class _Others:
     """Listens to the steps of other optimizers, and knows whether one has moved the same weights.
     One that wraps this one moves them in a step of this one."""
 
+    _all: ClassVar[list["_Others"]] = []
+    _own: ReferenceType[Any]
+
     def __init__(self, optimizer: Any) -> None:
+        for one in [one for one in self._all if one._own() is None]:
+            one.stop()
+        self._all.append(self)
         self.have_stepped = False
         self._own = ref(optimizer)
         self._groups = {id(group) for group in optimizer.param_groups}
@@ -233,9 +241,8 @@ class _Others:
         ]
 
     def _begin(self, other: Optimizer, *_: Any) -> None:
-        if self._own() is None:
-            self.stop()
-        self._begun[id(other)] = self._own_steps
+        if self._own() is not None:
+            self._begun[id(other)] = self._own_steps
 
     def _end(self, other: Optimizer, *_: Any) -> None:
         groups = vars(other).get("param_groups") or []
@@ -246,6 +253,8 @@ class _Others:
             self.have_stepped = self.have_stepped or any(one in self._params for one in held)
 
     def stop(self) -> None:
+        """Listen no more. It is called within a step: while hooks run, none can be taken off."""
+        self._all.remove(self)
         for handle in self._handles:
             handle.remove()
 
