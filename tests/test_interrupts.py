@@ -284,7 +284,7 @@ def test_real_signals_leave_the_weights_before_or_after(name):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_handler_that_saves_finds_the_weights_before_or_after(name, tmp_path):
-    """What clusters send before they end a job, at 60 moments: the model's weights are those before
+    """What clusters send before they end a job, at 80 moments: the model's weights are those before
     or after the step, each of them, and the optimizer's state dict can be loaded and holds the
     learning rate that was typed."""
     run = trained(name)
@@ -300,7 +300,7 @@ def test_a_handler_that_saves_finds_the_weights_before_or_after(name, tmp_path):
             run.fork().optimizer.step()
         before, after = run.weights(), run.after().weights()
         finds = 0
-        for moment in random.Random(2).sample(range(1, count[0]), 60):
+        for moment in random.Random(2).sample(range(1, count[0]), 80):
             target = run.fork()
             with interrupted_at(moment, lambda: signal.raise_signal(signal.SIGUSR1)):
                 target.optimizer.step()

@@ -245,7 +245,8 @@ class _Others:
             self._begun[id(other)] = self._own_steps
 
     def _end(self, other: Optimizer, *_: Any) -> None:
-        groups = vars(other).get("param_groups") or []
+        found = vars(other).get("param_groups") or []
+        groups = [group for group in found if isinstance(group, dict)]
         if any(id(group) in self._groups for group in groups):  # it is the whole of this part
             self._own_steps += 1
         elif self._begun.pop(id(other), None) == self._own_steps:
