@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -87,20 +88,13 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def try_extra(extra: str, archive: Path, torch: str) -> None:
+def try_extras(extras: Sequence[str], archive: Path, torch: str) -> None:
+    """Install extras into one environment, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
-        if extra not in WITHOUT_TORCH:
+        if not set(extras) <= set(WITHOUT_TORCH):
             subprocess.run([Path(folder) / "bin" / "python", *PIP, torch], check=True)
-        add(extra, archive, Path(folder))
-
-
-def try_in_turn(archive: Path, torch: str) -> None:
-    """All extras that need torch, one after the other in one environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        subprocess.run([Path(folder) / "bin" / "python", *PIP, torch], check=True)
-        for extra in (extra for extra in USES if extra not in WITHOUT_TORCH):
+        for extra in extras:
             add(extra, archive, Path(folder))
 
 
@@ -134,12 +128,12 @@ def main() -> None:
     torch, *extras = sys.argv[1:]
     wheel, sdist = build()
     if extras == ["--in-turn"]:
-        try_in_turn(wheel, torch)
+        try_extras([extra for extra in USES if extra not in WITHOUT_TORCH], wheel, torch)
         return
     for extra in extras or USES:
-        try_extra(extra, wheel, torch)
+        try_extras([extra], wheel, torch)
         if not extra:
-            try_extra(extra, sdist, torch)
+            try_extras([extra], sdist, torch)
 
 
 if __name__ == "__main__":

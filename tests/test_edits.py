@@ -17,13 +17,12 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from mechanic.torch import mechanize, tuner
+from mechanic.torch import edits, mechanize, tuner
 from mechanic.torch.edits import are_followed
 from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.native import step as native
 
 STEPS = 400
-Edit = Callable[[nn.Module], None]
 BASES: dict[str, Callable[..., Optimizer]] = {
     "AdamW": AdamW,
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
@@ -146,8 +145,6 @@ def test_the_weights_lie_on_their_displacement(path, monkeypatch):
 
 
 def _copies(optimizer):
-    from mechanic.torch import edits
-
     return edits._watches[optimizer._mechanic].copies
 
 
@@ -347,8 +344,6 @@ def test_an_interrupt_follows_no_edit_twice(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     before = optimizer.state[weights][DISPLACEMENT].clone()
-    from mechanic.torch import edits
-
     edits.settle(optimizer, optimizer._mechanic)
     assert torch.equal(optimizer.state[weights][DISPLACEMENT], before)
 

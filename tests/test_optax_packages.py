@@ -87,18 +87,22 @@ class Nnx(nnx.Module):
         return self.two(jnp.tanh(self.one(x)))
 
 
-@pytest.mark.nightly
-def test_nnx():
-    model = Nnx(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx(), wrt=nnx.Param)
-
+def train_nnx(model: Any, optimizer: Any) -> list[float]:
     @nnx.jit
     def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(lambda own: jnp.mean((own(X) - Y) ** 2))(model)
         optimizer.update(model, grads)
         return value
 
-    losses = [float(step(model, optimizer)) for _ in range(STEPS)]
+    return [float(step(model, optimizer)) for _ in range(STEPS)]
+
+
+@pytest.mark.nightly
+def test_nnx():
+    model = Nnx(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx(), wrt=nnx.Param)
+
+    losses = train_nnx(model, optimizer)
     assert_learned(losses, optimizer.opt_state)
     assert float(effective_learning_rate(optimizer.opt_state, 0.5)) == pytest.approx(
         0.5 * float(scale(optimizer.opt_state))
@@ -118,13 +122,7 @@ def test_scopes_in_nnx(scope, names):
     model = Nnx(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, mechanize(optax.adamw(1.0), scope=scope), wrt=nnx.Param)
 
-    @nnx.jit
-    def step(model: Any, optimizer: Any) -> Any:
-        value, grads = nnx.value_and_grad(lambda own: jnp.mean((own(X) - Y) ** 2))(model)
-        optimizer.update(model, grads)
-        return value
-
-    losses = [float(step(model, optimizer)) for _ in range(STEPS)]
+    losses = train_nnx(model, optimizer)
     assert losses[-1] < 0.5 * losses[0]
     found = scopes(optimizer.opt_state)
     assert list(found) == names

@@ -49,15 +49,10 @@ RMSPROP_MOMENTUM = (
 
 def own_in(state: Any) -> MechanicState:
     """The one state of `mechanize` in a larger one."""
-    import jax
-
     from mechanic.optax.readers import find
-    from mechanic.optax.state import MechanicState
+    from mechanic.optax.state import all_in
 
-    def is_own(node: Any) -> bool:
-        return isinstance(node, MechanicState)
-
-    count = sum(map(is_own, jax.tree.leaves(state, is_leaf=is_own)))
+    count = len(all_in(state))
     if count > 1:
         raise ValueError(
             f"one scale can be carried over, and this {type(state).__name__} has {count}. Call "

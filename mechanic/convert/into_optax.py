@@ -143,15 +143,11 @@ def _with_base(
 
     def tree_of(name: str, target: Any) -> Any:
         arrays = [_array(one.get(name)) for one in entries]
-        if any(array is None for array in arrays):
-            parts = jax.tree.leaves(target)
-            shapes = (
-                [np.shape(part) for part in parts]
-                if arrange is None
-                else _shapes_of(entries, arrays, name)
-            )
-            arrays = [np.zeros(s) if a is None else a for s, a in zip(shapes, arrays, strict=True)]
-        tree: Any = like.unflatten(arrays) if arrange is None else arrange(arrays)
+        if arrange is None:
+            pairs = zip(arrays, jax.tree.leaves(target), strict=True)
+            tree = like.unflatten(np.zeros_like(own) if a is None else a for a, own in pairs)
+        else:
+            tree = arrange(_without_gaps(arrays, entries, name))
         return jax.tree.map(_fitted, target, tree)
 
     for name in names - {STEP}:
@@ -168,9 +164,9 @@ def _with_base(
     )
 
 
-def _shapes_of(entries: list[dict[str, Any]], arrays: Arrays, name: str) -> list[tuple[int, ...]]:
-    """The shapes of the parameters, as far as a checkpoint tells them."""
-    shapes = []
+def _without_gaps(arrays: Arrays, entries: list[dict[str, Any]], name: str) -> Arrays:
+    """Arrays with zeros for those that a checkpoint lacks, in the shape of another entry."""
+    filled = []
     for one, array in zip(entries, arrays, strict=True):
         others = (_array(value) for key, value in one.items() if key != STEP)
         found = array if array is not None else next((o for o in others if o is not None), None)
@@ -179,8 +175,8 @@ def _shapes_of(entries: list[dict[str, Any]], arrays: Arrays, name: str) -> list
                 f"a parameter of the checkpoint has no {name}, nor anything else: it has had no "
                 "gradient yet. Save the checkpoint after a step in which all parameters have one."
             )
-        shapes.append(found.shape)
-    return shapes
+        filled.append(np.zeros(found.shape) if array is None else array)
+    return filled
 
 
 def _array(value: Any) -> Any:

@@ -14,7 +14,7 @@ import optax
 from mechanic.advance import FAR
 from mechanic.arrays import Array
 from mechanic.optax import vectors
-from mechanic.optax.state import MechanicState
+from mechanic.optax.state import is_own
 
 
 class Followed(NamedTuple):
@@ -52,20 +52,22 @@ def _follow(state: Followed, params: Any) -> Any:
     """The state of a tuner whose displacements know of the edits since its last update."""
 
     def of_one(node: Any) -> Any:
-        if not isinstance(node, MechanicState):
+        if not is_own(node):
             return node
         numbers = node.numbers
         length = numbers.scale * numbers.share
 
         def follow(stored: Any, param: Any, copy: Any) -> Any:
-            if _is_masked(stored) or not vectors.is_inexact(param):
+            if vectors.is_masked(stored) or not vectors.is_inexact(param):
                 return stored
             return _followed(stored, param, copy, length)
 
-        own = jax.tree.map(follow, node.displacement, params, state.copies, is_leaf=_is_masked)
+        own = jax.tree.map(
+            follow, node.displacement, params, state.copies, is_leaf=vectors.is_masked
+        )
         return node._replace(displacement=own)
 
-    return jax.tree.map(of_one, state.tuned, is_leaf=lambda node: isinstance(node, MechanicState))
+    return jax.tree.map(of_one, state.tuned, is_leaf=is_own)
 
 
 def _followed(stored: Array, param: Array, copy: Array, length: Array) -> Array:
@@ -82,8 +84,3 @@ def unknown(copies: Any) -> Any:
     return jax.tree.map(
         lambda own: jnp.full_like(own, jnp.nan) if vectors.is_inexact(own) else own, copies
     )
-
-
-def _is_masked(node: Any) -> bool:
-    """Whether it stands for an array that another scope has."""
-    return isinstance(node, optax.MaskedNode)

@@ -8,7 +8,6 @@ parameters at x_ref + S·Δ. What it does to that point is its proposal.
 from typing import Any
 
 import jax
-import optax
 from optax.contrib import ScheduleFreeState
 
 from mechanic.arrays import Array
@@ -32,9 +31,9 @@ def shown(state: MechanicState, params: Any) -> Any:
     by = (1 - numbers.scale) * numbers.share
     for node in averages(state.base):
         params = jax.tree.map(
-            lambda z, point, stored: point if _is_masked(z) else _moved(point, stored, by),
+            lambda z, point, stored: point if vectors.is_masked(z) else _moved(point, stored, by),
             *(node.z, params, state.displacement),
-            is_leaf=_is_masked,
+            is_leaf=vectors.is_masked,
         )
     return params
 
@@ -51,16 +50,11 @@ def follow_reference(base: Any, state: MechanicState, kept: Array) -> Any:
         z = jax.tree.map(
             lambda point, stored: _moved(point, stored, by),
             *(node.z, state.displacement),
-            is_leaf=_is_masked,
+            is_leaf=vectors.is_masked,
         )
         return node._replace(z=z)
 
     return jax.tree.map(move, base, is_leaf=_is_schedule_free)
-
-
-def _is_masked(node: Any) -> bool:
-    """Whether it stands for a parameter that another base moves."""
-    return isinstance(node, optax.MaskedNode)
 
 
 def _moved(point: Any, stored: Any, by: Array) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mechanic.arrays import Array, divide
 from mechanic.optax import own_point, vectors
 from mechanic.optax.rates import injected_rates
-from mechanic.optax.state import MechanicState
+from mechanic.optax.state import MechanicState, all_in, is_own
 from mechanic.suggestion import suggest
 
 
@@ -113,15 +113,15 @@ def unfreeze(state: Any) -> Any:
 
 def _with_frozen(state: Any, value: bool) -> Any:
     def change(node: Any) -> Any:
-        if not _is_own(node):
+        if not is_own(node):
             return node
         return node._replace(
             frozen=jax.tree.map(lambda own: jnp.full_like(own, value), node.frozen)
         )
 
-    if not _all_in(state):
+    if not all_in(state):
         raise ValueError(_none_in(state))
-    return jax.tree.map(change, state, is_leaf=_is_own)
+    return jax.tree.map(change, state, is_leaf=is_own)
 
 
 def metrics(state: Any) -> dict[str, Array]:
@@ -176,7 +176,7 @@ def eval_params(state: Any, params: Any) -> Any:
 
 def find(state: Any) -> MechanicState:
     """The one state of `mechanize` in a larger one."""
-    found = _all_in(state)
+    found = all_in(state)
     if len(found) == 1:
         return found[0]
     if not found:
@@ -186,14 +186,6 @@ def find(state: Any) -> MechanicState:
         "of it that holds one, such as state.inner_states['name'], or with scope= one of "
         "scopes(state)."
     )
-
-
-def _is_own(node: Any) -> bool:
-    return isinstance(node, MechanicState)
-
-
-def _all_in(state: Any) -> list[MechanicState]:
-    return [node for node in jax.tree.leaves(state, is_leaf=_is_own) if _is_own(node)]
 
 
 def _none_in(state: Any) -> str:

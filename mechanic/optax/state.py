@@ -80,13 +80,19 @@ TUNED_TWICE = (
 )
 
 
+def is_own(node: Any) -> bool:
+    """Whether a part of a larger state is the state of `mechanize`."""
+    return isinstance(node, MechanicState)
+
+
+def all_in(state: Any) -> list[MechanicState]:
+    """The states of `mechanize` in a larger one."""
+    return [node for node in jax.tree.leaves(state, is_leaf=is_own) if is_own(node)]
+
+
 def refuse_nested(base: Any) -> None:
     """Refuse a base that holds a mechanized transformation."""
-
-    def is_mechanized(node: Any) -> bool:
-        return isinstance(node, MechanicState)
-
-    if any(map(is_mechanized, jax.tree.leaves(base, is_leaf=is_mechanized))):
+    if all_in(base):
         raise ValueError(TUNED_TWICE)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mechanic import tuner
@@ -29,6 +30,11 @@ def without_variables(params: Any) -> Any:
     arrays to `update`."""
     nnx: Any = sys.modules.get("flax.nnx")
     return params if nnx is None else nnx.as_pure(params)
+
+
+def is_masked(node: Any) -> bool:
+    """Whether it stands for an array that another transformation has."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def is_number(leaf: Any) -> bool:

@@ -32,7 +32,7 @@ TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""
 
 _NO_NUMBERS = ("preset", "lrs", "frozen")
-EDITED = "edited"  # only there, and True, where displacements follow edits of the weights
+_EDITED = "edited"  # only there, and True, where displacements follow edits of the weights
 _IDENTITY = {"preset": "preset", "betas": "beta"}  # options, and where a saved tuner has them
 _LARGEST = sys.float_info.max
 # What the tuner's numbers are at least, where that is not 0: the reward of optax may be below it,
@@ -206,7 +206,7 @@ def _save(mechanism: Mechanism) -> dict[str, Any]:
     tensors = {name: value.tolist() for name, value in (state | numbers | counted).items()}
     lrs = [float(lr) for lr in mechanism.history.lrs]
     own = {"preset": mechanism.options.preset, "lrs": lrs, "frozen": mechanism.frozen}
-    return own | ({EDITED: True} if edits.are_followed(mechanism) else {}) | tensors
+    return own | ({_EDITED: True} if edits.are_followed(mechanism) else {}) | tensors
 
 
 def tuner_in(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def load_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
     """Set the tuner to what was saved, or start it anew where nothing was."""
 
     mechanism.reset()
-    edits.resume(mechanism, are_followed=saved.get(EDITED, False))
+    edits.resume(mechanism, are_followed=saved.get(_EDITED, False))
     if not saved:
         return
     scalars, counts = mechanism.scalars.packed, mechanism.counts.packed
@@ -286,7 +286,7 @@ def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
             f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
             "Nothing was loaded. It may be of another version of mechanic."
         )
-    if unknown := sorted(map(str, saved.keys() - expected - {EDITED})):
+    if unknown := sorted(map(str, saved.keys() - expected - {_EDITED})):
         raise ValueError(
             f"the checkpoint's tuner is of another version of mechanic: it has "
             f"{', '.join(unknown)}, of which this one knows nothing. Nothing was loaded."
@@ -295,7 +295,7 @@ def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
 
 def _what_is_wrong(name: str, value: Any, options: Options) -> str | None:
     """What an entry of a saved tuner has to be, if it is not."""
-    if name in ("frozen", EDITED):
+    if name in ("frozen", _EDITED):
         return None if type(value) is bool else "True or False"
     if name in Counted._fields:
         return None if type(value) is int and 0 <= value < 1 << 63 else "a count"
@@ -360,12 +360,12 @@ def _is_of_torch(optimizer: Any) -> bool:
 def _check_base_state(optimizer: Any, key: Any, param: Tensor, state: Any) -> None:
     if not _is_of_torch(optimizer):
         return
-    if isinstance(state, dict) and 0 < len(state.keys() & _OF_ADAM) < len(_OF_ADAM):
-        lacking = ", ".join(sorted(_OF_ADAM - state.keys()))
-        if isinstance(optimizer, (Adam, AdamW)):
+    if isinstance(optimizer, (Adam, AdamW)) and isinstance(state, dict):
+        lacking = sorted(_OF_ADAM - state.keys())
+        if 0 < len(lacking) < len(_OF_ADAM):
             raise ValueError(
-                f"the checkpoint is damaged: the state of parameter {key} lacks {lacking}. "
-                "Nothing was loaded."
+                f"the checkpoint is damaged: the state of parameter {key} lacks "
+                f"{', '.join(lacking)}. Nothing was loaded."
             )
     for entry in _SHAPED_LIKE_PARAMETER:
         saved = state.get(entry) if isinstance(state, dict) else None

@@ -73,9 +73,8 @@ def follow(call: Call) -> None:
     if watch.copies is not None:
         _follow(call.optimizer, call.mechanism, watch)
         _forget_arrivals(call)
-    elif watch.sample is not None:
-        sample, watch.sample = watch.sample, None
-        _look(call, watch, sample)
+    else:
+        _look(call, watch)
 
 
 def note(call: Call) -> None:
@@ -104,7 +103,7 @@ def note(call: Call) -> None:
 
 
 def settle(optimizer: Any, mechanism: Mechanism) -> None:
-    """Before a checkpoint: have the displacements follow the edits until now."""
+    """Between two steps: have the displacements follow the edits until now, for who reads them."""
     watch = _watches.get(mechanism)
     if watch is not None and watch.copies:
         _follow(optimizer, mechanism, watch)
@@ -113,7 +112,7 @@ def settle(optimizer: Any, mechanism: Mechanism) -> None:
 
 def resume(mechanism: Mechanism, *, are_followed: bool) -> None:
     """Begin anew with a checkpoint, whose displacements may follow edits."""
-    _watches.pop(mechanism, None)
+    _listen_no_more(_watches.pop(mechanism, _Watch()))
     if are_followed:
         watch = _watches[mechanism] = _Watch()
         watch.copies, watch.has_seen = {}, True
@@ -173,20 +172,19 @@ def _in_memory_order(part: Tensor) -> Tensor:
     return part.permute(sorted(range(part.dim()), key=part.stride, reverse=True)).contiguous()
 
 
-def _look(call: Call, watch: _Watch, sample: Tensor) -> None:
-    now = _take(call, watch.steps)
-    if now is None or now.shape != sample.shape or now.dtype != sample.dtype:
+def _look(call: Call, watch: _Watch) -> None:
+    now, sample, watch.sample = _take(call, watch.steps), watch.sample, None
+    if now is None or sample is None or now.shape != sample.shape or now.dtype != sample.dtype:
         return
     is_other = _are_other(now, sample).any() & (call.mechanism.counts.read().steps == watch.at)
     watch.looks = [*watch.looks[1:], _is_so(watch, is_other)]
-    if watch.others is not None and watch.others.have_stepped:
-        watch.is_over = True
-    if watch.is_over or not any(watch.looks):
-        _ask_no_more(watch)
-    elif sum(watch.looks) < _ENOUGH:
-        watch.others = watch.others or _Others(call.optimizer)
-    else:
-        _ask_no_more(watch)
+    watch.is_over = watch.others is not None and watch.others.have_stepped
+    is_found = not watch.is_over and sum(watch.looks) >= _ENOUGH
+    if watch.is_over or is_found or not any(watch.looks):
+        _listen_no_more(watch)
+    elif watch.others is None:
+        watch.others = _Others(call.optimizer)
+    if is_found:
         # What was taken back until now is in Δ, no one knows where.
         with torch.no_grad():
             for _, _, stored in _displaced(call.optimizer):
@@ -260,7 +258,7 @@ class _Others:
             handle.remove()
 
 
-def _ask_no_more(watch: _Watch) -> None:
+def _listen_no_more(watch: _Watch) -> None:
     if watch.others is not None:
         watch.others.stop()
         watch.others = None
