@@ -37,8 +37,8 @@ from mechanic.options import Options, Preset
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # a further factor on the scale in the step that ends the ramp
-OUTLIER = 4.0  # so many times above recent falls the brake begins, and at twice that it halves S;
-# one step raises the stake so many times at most; a rise counts so much less as a recent fall
+OUTLIER = 4.0  # one step raises the stake so many times at most
+STEEP = 100.0  # and the largest recent slope so many times
 SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the stake the scale changes less
 SAFE = 0.85  # up to this part of `top` a large cosine is taken for noise
@@ -106,8 +106,8 @@ class DefaultState(NamedTuple):
     """The largest recent |cosine|"""
     hesitation: Array
     """What the steps against Δ add up to, less after a record fall; 0 in the ramp"""
-    recent_fall: Array
-    """The largest recent fall of the loss along Δ, −S·h, or rise divided by `OUTLIER`"""
+    recent_slope: Array
+    """The largest recent |slope|, except that one step raises it at most `STEEP`-fold"""
     stake: Array
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
@@ -160,7 +160,8 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[DefaultState, Array]:
     """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says
-    beside the largest recent one, and x − x_ref follows in part (`_offset_factor`).
+    beside the largest recent one, and the slope along Δ beside the steepest, and x − x_ref follows
+    in part (`_offset_factor`).
 
     A step is *against Δ* if its cosine is negative. The *ramp* is the time until the first of them;
     it begins anew where the scale is 0 or many parameters are added. After the ramp every step
@@ -173,7 +174,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     seen = _look(options, state, sums, S)
 
     # The scale
-    factor, brake = _factor(state, seen, S, is_ramp_over), _brake(seen, state.recent_fall)
+    factor, brake = _factor(state, seen, S, is_ramp_over), _brake(seen, state.recent_slope)
     sigma, U = start(options, state, sums)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
@@ -195,7 +196,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     learned = {
         "largest_cosine": seen.largest_cosine,
         "hesitation": hesitation / xp.where(is_wrong, THAW, 1.0),
-        "recent_fall": maximum(SHORT * state.recent_fall, maximum(seen.fall, -seen.fall / OUTLIER)),
+        "recent_slope": _raised(SHORT * state.recent_slope, seen.slope, STEEP),
         "stake": seen.stake,
         "top": xp.where(is_wrong, tuned, top),
     }
@@ -210,10 +211,12 @@ class _Seen(NamedTuple):
     cosine: Array
     """Of Δ and −g"""
     largest_cosine: Array
+    slope: Array
+    """What the loss falls by for each unit of length along Δ"""
+    recent_part: Array
+    """|slope| as a part of the largest recent one, at most 1"""
     fall: Array
     """What the loss falls by along Δ, −S·h"""
-    recent_part: Array
-    """|fall| as a part of the largest recent one, at most 1"""
     stake: Array
     trust: Array
     """From 0 to 1: how far the scale, and not the base, is to answer to the cosine"""
@@ -228,30 +231,41 @@ def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
     largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
-    fall = finite(-S * h)
-    recent_part = xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0)
-    # When g is parallel to Δ and the change is small beside recent ones, the base converges by
-    # itself: the scale is left alone.
+    slope = finite(cosine * xp.sqrt(sums.gg))
+    recent_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
+    # When g is parallel to Δ and small beside recent ones, the base converges by itself: the scale
+    # is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
     c = divide(trust * cosine, largest_cosine)
-    # One blow-up must not make all that follows look like nothing.
-    most = xp.where(state.stake > 0, OUTLIER * state.stake, math.inf)
-    stake = maximum(xp.clip(abs(fall), None, most), state.stake)
+    fall = finite(-S * h)
+    stake = _raised(state.stake, fall, OUTLIER)
     # A record fall makes earlier hesitation count less, by as much as it raises the stake.
     hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
-    return _Seen(cosine, largest_cosine, fall, recent_part, stake, trust, c, hesitation)
+    return _Seen(cosine, largest_cosine, slope, recent_part, fall, stake, trust, c, hesitation)
 
 
-def _part(fall: Array, of: Array) -> Array:
-    """|fall| as a part of something, at most 1; 0 where that is 0."""
-    return divide(namespace(fall).clip(abs(fall), None, of), of)
+def _raised(largest: Array, a: Array, at_most: float) -> Array:
+    """The larger one of `largest` and |a|. One blow-up must not make all that follows look like
+    nothing, so that it is raised `at_most` so many times, unless it is 0."""
+    xp = namespace(a)
+    return maximum(
+        xp.clip(abs(a), None, xp.where(largest > 0, at_most * largest, math.inf)), largest
+    )
+
+
+def _part(a: Array, of: Array) -> Array:
+    """|a| as a part of something, at most 1; 0 where that is 0."""
+    return divide(namespace(a).clip(abs(a), None, of), of)
 
 
 def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> Array:
     """What the scale is multiplied with, but for the brake and the growth of updates."""
     xp = namespace(S)
     ramp_speed = (1 + maximum(seen.cosine, 0.0)) / 2
-    step = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed) * abs(seen.c)
+    speed = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed)
+    # The cosine forgets how steep the loss is: without noise, many falls that are slight would
+    # outweigh a few rises that are steep.
+    step = speed * xp.clip(abs(seen.c), None, seen.recent_part)
     # Without noise cosines come close to 1, and a large one against Δ means divergence, which is to
     # be met however slow hesitation has made the tuner. At a scale well below `top`, which the ramp
     # went through, it is noise.
@@ -266,13 +280,13 @@ def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> 
     return xp.where(seen.c > 0, rise, xp.where(seen.c < 0, fallen, 1.0))
 
 
-def _brake(seen: _Seen, recent_fall: Array) -> Array:
-    """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
-    more than it recently fell. A rise that comes again and again is noise: as S falls it becomes a
-    small part of the stake, and by its fourth power the brake goes."""
-    xp = namespace(seen.fall)
-    rise = xp.clip(-seen.fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
-    excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
+def _brake(seen: _Seen, recent_slope: Array) -> Array:
+    """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ more
+    steeply than in any recent one. A rise that comes again and again is noise: as S falls it
+    becomes a small part of the stake, and by its fourth power the brake goes."""
+    xp = namespace(seen.slope)
+    rise = xp.clip(-seen.slope, 0 * recent_slope, 2 * recent_slope)
+    excess = maximum(divide(rise, recent_slope), 1.0) - 1
     return 1 + excess * (_part(seen.fall, seen.stake) ** 2) ** 2
 
 

@@ -109,13 +109,13 @@ def algorithm1(
     return s, 1.0
 
 
-def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4):
+def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, blown=4, steep=100):
     """The default rule, one number after the other. ‖u‖ is that of the update before, as far as it
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     n = len(betas)
     S = state.get("s", np.zeros(n)).sum()
-    largest_cosine, hesitation, recent_fall = (
-        state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_fall")
+    largest_cosine, hesitation, steepest = (
+        state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_slope")
     )
     stake, top, ramp_size = (state.get(name, 0.0) for name in ("stake", "top", "ramp_size"))
     is_ramp_over = hesitation > 0
@@ -128,36 +128,38 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
         state["measured"] = state["rate"]
 
     norm = np.linalg.norm(x)
-    slope = delta @ g + (decay * np.linalg.norm(g) * (delta @ x) / norm if norm > 0 else 0.0)
+    h = delta @ g + (decay * np.linalg.norm(g) * (delta @ x) / norm if norm > 0 else 0.0)
     sizes = D * np.linalg.norm(g)
-    cosine = min(max(-slope / sizes, -1.0), 1.0) if sizes > 0 else 0.0
-    fall = -S * slope
+    cosine = min(max(-h / sizes, -1.0), 1.0) if sizes > 0 else 0.0
+    slope, fall = cosine * np.linalg.norm(g), -S * h
     before, stake = stake, max(stake, min(abs(fall), blown * stake if stake > 0 else math.inf))
     if fall > before:
         hesitation *= before / stake
     largest_cosine = max(np.mean(betas) * largest_cosine, abs(cosine))
-    recent_part = min(1.0, abs(fall) / recent_fall) if recent_fall > 0 else 1.0
+    recent_part = min(1.0, abs(slope) / steepest) if steepest > 0 else 1.0
     trust = 1 - cosine**2 * (1 - recent_part)
     c = trust * cosine / largest_cosine if largest_cosine > 0 else 0.0
 
     # The scale
     k = 1 / (1 + hesitation / 2) if is_ramp_over else (1 + max(cosine, 0)) / 2
+    step = k * min(abs(c), recent_part)
     worth = min(1.0, abs(fall) / (0.01 * stake)) if stake > 0 else 0.0
     if c > 0:
-        factor = 1 + worth**2 * k * c
+        factor = 1 + worth**2 * step
     elif c < 0:
         divergence = recent_part * (cosine * largest_cosine) ** 2 * (top * 0.85 <= S)
-        factor = (1.0 if is_ramp_over else 0.5) / (1 + worth**2 * (k * -c + divergence))
+        factor = (1.0 if is_ramp_over else 0.5) / (1 + worth**2 * (step + divergence))
     else:
         factor = 1.0
     new = S * factor
-    if recent_fall > 0 and -fall > 4 * recent_fall:  # the brake
-        new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * min(-fall / stake, 1.0) ** 4
+    if steepest > 0 and -slope > steepest:  # the brake
+        new /= 1 + (min(2.0, -slope / steepest) - 1) * min(-fall / stake, 1.0) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     if new > cap:
         new, factor = cap, cap / S if S > 0 else 1.0
-    recent_fall = max(0.95 * recent_fall, fall, -fall / 4)
+    faded = 0.95 * steepest
+    steepest = max(faded, min(abs(slope), steep * faded if faded > 0 else math.inf))
     hesitation += max(-c, 0.0)
 
     # Has Δ been wrong?
@@ -171,11 +173,11 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = 0.0 if S > 0 else 1.0
-        largest_cosine = hesitation = recent_fall = stake = top = 0.0
+        largest_cosine = hesitation = steepest = stake = top = 0.0
     state.update(
         largest_cosine=largest_cosine,
         hesitation=hesitation,
-        recent_fall=recent_fall,
+        recent_slope=steepest,
         stake=stake,
         top=top,
     )

@@ -225,7 +225,7 @@ def scaled(clean, factor):
 
 
 @pytest.mark.parametrize(
-    ("problem", "base"), [("quadratic", "adamw"), ("wine", "lion"), ("wine", "adamw")]
+    ("problem", "base"), [("quadratic", "adamw"), ("quadratic", "lion"), ("wine", "adamw")]
 )
 def test_a_blow_up(problem, base):
     """One gradient is a thousand times as large and points away."""
@@ -235,10 +235,9 @@ def test_a_blow_up(problem, base):
     trajectory = train(blown, base, torch.float64, steps=STEPS + 50)
     expected = expect(blown, base, "default", steps=STEPS + 50)
     assert_same(trajectory, expected, TOLERANCE["default"], growth=50)
-    as_large_as_it_is = expect(
-        blown, base, "default", steps=STEPS + 50, options={"blown": math.inf}
-    )
-    assert not np.allclose(expected[1], as_large_as_it_is[1], rtol=0.01)
+    uncapped = {"blown": math.inf, "steep": math.inf}
+    as_large_as_it_is = expect(blown, base, "default", steps=STEPS + 50, options=uncapped)
+    assert not np.allclose(expected[1], as_large_as_it_is[1], rtol=1e-3)
 
 
 @pytest.mark.parametrize(

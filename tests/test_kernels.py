@@ -257,6 +257,7 @@ def test_what_the_kernels_do_not_do_is_left_to_the_plain_path():
 
 @pytest.mark.parametrize("base", ["AdamW", "Own"])
 def test_a_displacement_that_was_wrong_is_forgotten(base):
+    """The gradients are turned, so that a difference in rounding grows as the weights do."""
     lock = Lock({**KNOWN, **ANY}[base], ONE)
     for _ in range(12):
         lock.step()
@@ -265,10 +266,10 @@ def test_a_displacement_that_was_wrong_is_forgotten(base):
         lock.step([-gradient for gradient in lock.gradients()])
         numbers = lock.plain.mechanism.scalars.read()
         forgotten += float(numbers.state.top) == float(numbers.scale)
-        lock.assert_same(factor=1.0)
+        lock.assert_same(1e-4, factor=1.0)
     assert forgotten
     lock.run(10)
-    lock.assert_same(factor=1.0)
+    lock.assert_same(1e-4, factor=1.0)
 
 
 def test_a_cap_and_a_frozen_scale():
