@@ -37,8 +37,9 @@ from mechanic.options import Options, Preset
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # a further factor on the scale in the step that ends the ramp
-OUTLIER = 4.0  # one step raises the stake so many times at most
-STEEP = 100.0  # and the largest recent slope so many times
+OUTLIER = 4.0  # so many times above recent falls the brake begins, and at twice that it halves S;
+# one step raises the stake so many times at most; a rise counts so much less as a recent fall
+STEEP = 100.0  # one step raises the largest recent slope so many times at most
 SHORT = 0.95  # what is recent fades by this factor in each step
 LEAST = 0.01  # below this part of the stake the scale changes less
 SAFE = 0.85  # up to this part of `top` a large cosine is taken for noise
@@ -108,6 +109,8 @@ class DefaultState(NamedTuple):
     """What the steps against Δ add up to, less after a record fall; 0 in the ramp"""
     recent_slope: Array
     """The largest recent |slope|, except that one step raises it at most `STEEP`-fold"""
+    recent_fall: Array
+    """The largest recent fall of the loss along Δ, −S·h, or rise divided by `OUTLIER`"""
     stake: Array
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
@@ -159,9 +162,9 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
 
 
 def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[DefaultState, Array]:
-    """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g says
-    beside the largest recent one, and the slope along Δ beside the steepest, and x − x_ref follows
-    in part (`_offset_factor`).
+    """The scale is multiplied or divided in each step, by as much as the cosine of Δ and −g and the
+    slope along Δ say, each beside its largest recent one, and x − x_ref follows in part
+    (`_offset_factor`).
 
     A step is *against Δ* if its cosine is negative. The *ramp* is the time until the first of them;
     it begins anew where the scale is 0 or many parameters are added. After the ramp every step
@@ -174,7 +177,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     seen = _look(options, state, sums, S)
 
     # The scale
-    factor, brake = _factor(state, seen, S, is_ramp_over), _brake(seen, state.recent_slope)
+    factor, brake = _factor(state, seen, S, is_ramp_over), _brake(seen, state.recent_fall)
     sigma, U = start(options, state, sums)
     # What is learned is a step in units of the largest update: when updates grow, as in a warm-up,
     # the scale becomes as much less.
@@ -197,6 +200,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
         "largest_cosine": seen.largest_cosine,
         "hesitation": hesitation / xp.where(is_wrong, THAW, 1.0),
         "recent_slope": _raised(SHORT * state.recent_slope, seen.slope, STEEP),
+        "recent_fall": maximum(SHORT * state.recent_fall, maximum(seen.fall, -seen.fall / OUTLIER)),
         "stake": seen.stake,
         "top": xp.where(is_wrong, tuned, top),
     }
@@ -213,10 +217,12 @@ class _Seen(NamedTuple):
     largest_cosine: Array
     slope: Array
     """What the loss falls by for each unit of length along Δ"""
-    recent_part: Array
+    slope_part: Array
     """|slope| as a part of the largest recent one, at most 1"""
     fall: Array
     """What the loss falls by along Δ, −S·h"""
+    recent_part: Array
+    """|fall| as a part of the largest recent one, at most 1"""
     stake: Array
     trust: Array
     """From 0 to 1: how far the scale, and not the base, is to answer to the cosine"""
@@ -231,26 +237,27 @@ def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     h = _signal(options, 1.0, sums)  # not times S, which depends on the typed lr
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
     largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
-    slope = finite(cosine * xp.sqrt(sums.gg))
-    recent_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
-    # When g is parallel to Δ and small beside recent ones, the base converges by itself: the scale
-    # is left alone.
+    slope, fall = finite(cosine * xp.sqrt(sums.gg)), finite(-S * h)
+    slope_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
+    recent_part = xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0)
+    # When g is parallel to Δ and the change is small beside recent ones, the base converges by
+    # itself: the scale is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
     c = divide(trust * cosine, largest_cosine)
-    fall = finite(-S * h)
     stake = _raised(state.stake, fall, OUTLIER)
     # A record fall makes earlier hesitation count less, by as much as it raises the stake.
     hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
-    return _Seen(cosine, largest_cosine, slope, recent_part, fall, stake, trust, c, hesitation)
+    return _Seen(
+        *(cosine, largest_cosine, slope, slope_part, fall, recent_part, stake, trust, c, hesitation)
+    )
 
 
 def _raised(largest: Array, a: Array, at_most: float) -> Array:
-    """The larger one of `largest` and |a|. One blow-up must not make all that follows look like
-    nothing, so that it is raised `at_most` so many times, unless it is 0."""
+    """The larger one of `largest` and |a|, but no more than `at_most` times `largest`, unless that
+    is 0: one blow-up must not make all that follows look like nothing."""
     xp = namespace(a)
-    return maximum(
-        xp.clip(abs(a), None, xp.where(largest > 0, at_most * largest, math.inf)), largest
-    )
+    most = xp.where(largest > 0, at_most * largest, math.inf)
+    return maximum(xp.clip(abs(a), None, most), largest)
 
 
 def _part(a: Array, of: Array) -> Array:
@@ -265,7 +272,7 @@ def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> 
     speed = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed)
     # The cosine forgets how steep the loss is: without noise, many falls that are slight would
     # outweigh a few rises that are steep.
-    step = speed * xp.clip(abs(seen.c), None, seen.recent_part)
+    step = speed * xp.clip(abs(seen.c), None, seen.slope_part)
     # Without noise cosines come close to 1, and a large one against Δ means divergence, which is to
     # be met however slow hesitation has made the tuner. At a scale well below `top`, which the ramp
     # went through, it is noise.
@@ -280,13 +287,13 @@ def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> 
     return xp.where(seen.c > 0, rise, xp.where(seen.c < 0, fallen, 1.0))
 
 
-def _brake(seen: _Seen, recent_slope: Array) -> Array:
-    """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ more
-    steeply than in any recent one. A rise that comes again and again is noise: as S falls it
-    becomes a small part of the stake, and by its fourth power the brake goes."""
-    xp = namespace(seen.slope)
-    rise = xp.clip(-seen.slope, 0 * recent_slope, 2 * recent_slope)
-    excess = maximum(divide(rise, recent_slope), 1.0) - 1
+def _brake(seen: _Seen, recent_fall: Array) -> Array:
+    """A further divisor of the scale, from 1 to 2, for steps in which the loss rises along Δ far
+    more than it recently fell. A rise that comes again and again is noise: as S falls it becomes a
+    small part of the stake, and by its fourth power the brake goes."""
+    xp = namespace(seen.fall)
+    rise = xp.clip(-seen.fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
+    excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
     return 1 + excess * (_part(seen.fall, seen.stake) ** 2) ** 2
 
 

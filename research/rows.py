@@ -29,7 +29,7 @@ from mechanic.bench.train import train
 from mechanic.torch import step as dispatcher
 
 SUMS = ("dg", "gg", "dd", "uu")
-STATE = ("s", "hesitation", "largest_cosine", "recent_slope", "stake", "U")
+STATE = ("s", "hesitation", "largest_cosine", "recent_slope", "recent_fall", "stake", "U")
 
 
 class Job(NamedTuple):

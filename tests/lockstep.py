@@ -183,9 +183,9 @@ class Lock:
         for name, a, b in zip(one.state._fields, one.state, two.state, strict=True):
             if name != "D" or options.s_init == "relative":  # else it is not used
                 assert_near(a, b, tolerance * 10, name)  # of h, of which much may have cancelled
-        # The largest recent h: the default rule keeps that of h/‖Δ‖.
+        # The largest recent h: the default rule keeps that of S·h.
         is_default = isinstance(one.state, DefaultState)
-        largest = one.state.recent_slope * one.state.D if is_default else one.state.m.max()
+        largest = one.state.recent_fall / scale if is_default else one.state.m.max()
         assert abs(one.signal - two.signal) <= tolerance * 10 * largest
         assert_near(one.reference_square, two.reference_square, tolerance, "‖x₁‖²")
         for a, b in zip(*(side.optimizer.param_groups for side in self.sides), strict=True):

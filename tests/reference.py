@@ -114,9 +114,10 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     has made Δ grow; it is taken itself in ten steps, and when an lr has grown by a tenth."""
     n = len(betas)
     S = state.get("s", np.zeros(n)).sum()
-    largest_cosine, hesitation, steepest = (
-        state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_slope")
+    largest_cosine, hesitation, recent_fall = (
+        state.get(name, 0.0) for name in ("largest_cosine", "hesitation", "recent_fall")
     )
+    steepest = state.get("recent_slope", 0.0)
     stake, top, ramp_size = (state.get(name, 0.0) for name in ("stake", "top", "ramp_size"))
     is_ramp_over = hesitation > 0
 
@@ -136,13 +137,13 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if fall > before:
         hesitation *= before / stake
     largest_cosine = max(np.mean(betas) * largest_cosine, abs(cosine))
-    recent_part = min(1.0, abs(slope) / steepest) if steepest > 0 else 1.0
+    recent_part = min(1.0, abs(fall) / recent_fall) if recent_fall > 0 else 1.0
     trust = 1 - cosine**2 * (1 - recent_part)
     c = trust * cosine / largest_cosine if largest_cosine > 0 else 0.0
 
     # The scale
     k = 1 / (1 + hesitation / 2) if is_ramp_over else (1 + max(cosine, 0)) / 2
-    step = k * min(abs(c), recent_part)
+    step = k * min(abs(c), abs(slope) / steepest if steepest > 0 else 1.0)
     worth = min(1.0, abs(fall) / (0.01 * stake)) if stake > 0 else 0.0
     if c > 0:
         factor = 1 + worth**2 * step
@@ -152,12 +153,13 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     else:
         factor = 1.0
     new = S * factor
-    if steepest > 0 and -slope > steepest:  # the brake
-        new /= 1 + (min(2.0, -slope / steepest) - 1) * min(-fall / stake, 1.0) ** 4
+    if recent_fall > 0 and -fall > 4 * recent_fall:  # the brake
+        new /= 1 + (min(2.0, -fall / recent_fall / 4) - 1) * min(-fall / stake, 1.0) ** 4
     if U_before > 0:
         new, top = new * U_before / U, top * U_before / U
     if new > cap:
         new, factor = cap, cap / S if S > 0 else 1.0
+    recent_fall = max(0.95 * recent_fall, fall, -fall / 4)
     faded = 0.95 * steepest
     steepest = max(faded, min(abs(slope), steep * faded if faded > 0 else math.inf))
     hesitation += max(-c, 0.0)
@@ -173,10 +175,11 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = 0.0 if S > 0 else 1.0
-        largest_cosine = hesitation = steepest = stake = top = 0.0
+        largest_cosine = hesitation = recent_fall = steepest = stake = top = 0.0
     state.update(
         largest_cosine=largest_cosine,
         hesitation=hesitation,
+        recent_fall=recent_fall,
         recent_slope=steepest,
         stake=stake,
         top=top,

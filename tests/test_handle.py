@@ -319,9 +319,9 @@ def test_detached_it_trains_on(base: Base, lr: float) -> None:
     start = problem.total()
     opt = mechanize(base.factory(problem.params, lr=lr))
     before = []
-    for step in range(36 * problem.patience):
+    for step in range(40 * problem.patience):
         take_step(opt, problem, step)
-        if step >= 31:
+        if step >= 35:
             before.append(values(problem.params))
     assert_moved(opt)
 
@@ -330,10 +330,10 @@ def test_detached_it_trains_on(base: Base, lr: float) -> None:
 
     last = max(length(a, b) for a, b in zip(before[-4:], before[-5:-1], strict=True))
     tuner(opt).detach()
-    loss = take_step(opt, problem, 36)
+    loss = take_step(opt, problem, 40)
     assert loss < 0.75 * start
     assert length(values(problem.params), before[-1]) < 10 * last
-    losses = train(opt, problem, 3, start=37)
+    losses = train(opt, problem, 3, start=41)
     assert max(losses) < start
 
 
