@@ -217,8 +217,6 @@ class _Seen(NamedTuple):
     largest_cosine: Array
     slope: Array
     """What the loss falls by for each unit of length along Δ"""
-    slope_part: Array
-    """|slope| as a part of the largest recent one, at most 1"""
     fall: Array
     """What the loss falls by along Δ, −S·h"""
     recent_part: Array
@@ -227,7 +225,8 @@ class _Seen(NamedTuple):
     trust: Array
     """From 0 to 1: how far the scale, and not the base, is to answer to the cosine"""
     c: Array
-    """The cosine beside the largest recent one, as far as it is trusted; from −1 to 1"""
+    """The cosine beside the largest recent one, as far as it is trusted, and no more than the slope
+    beside the largest recent one; from −1 to 1"""
     hesitation: Array
     """That of the steps before this one, less after a record fall"""
 
@@ -238,18 +237,18 @@ def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
     largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
     slope, fall = finite(cosine * xp.sqrt(sums.gg)), finite(-S * h)
-    slope_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
     recent_part = xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0)
     # When g is parallel to Δ and the change is small beside recent ones, the base converges by
     # itself: the scale is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
-    c = divide(trust * cosine, largest_cosine)
+    # The cosine forgets how steep the loss is: without noise, many falls that are slight would
+    # outweigh a few rises that are steep.
+    slope_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
+    c = xp.clip(divide(trust * cosine, largest_cosine), -slope_part, slope_part)
     stake = _raised(state.stake, fall, OUTLIER)
     # A record fall makes earlier hesitation count less, by as much as it raises the stake.
     hesitation = state.hesitation * xp.where(fall > 0, divide(state.stake, stake), 1.0)
-    return _Seen(
-        *(cosine, largest_cosine, slope, slope_part, fall, recent_part, stake, trust, c, hesitation)
-    )
+    return _Seen(cosine, largest_cosine, slope, fall, recent_part, stake, trust, c, hesitation)
 
 
 def _raised(largest: Array, a: Array, at_most: float) -> Array:
@@ -269,10 +268,7 @@ def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> 
     """What the scale is multiplied with, but for the brake and the growth of updates."""
     xp = namespace(S)
     ramp_speed = (1 + maximum(seen.cosine, 0.0)) / 2
-    speed = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed)
-    # The cosine forgets how steep the loss is: without noise, many falls that are slight would
-    # outweigh a few rises that are steep.
-    step = speed * xp.clip(abs(seen.c), None, seen.slope_part)
+    step = xp.where(is_ramp_over, 2 / (2 + seen.hesitation), ramp_speed) * abs(seen.c)
     # Without noise cosines come close to 1, and a large one against Δ means divergence, which is to
     # be met however slow hesitation has made the tuner. At a scale well below `top`, which the ramp
     # went through, it is noise.

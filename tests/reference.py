@@ -140,10 +140,11 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     recent_part = min(1.0, abs(fall) / recent_fall) if recent_fall > 0 else 1.0
     trust = 1 - cosine**2 * (1 - recent_part)
     c = trust * cosine / largest_cosine if largest_cosine > 0 else 0.0
+    c = math.copysign(min(abs(c), abs(slope) / steepest if steepest > 0 else 1.0), c)
 
     # The scale
     k = 1 / (1 + hesitation / 2) if is_ramp_over else (1 + max(cosine, 0)) / 2
-    step = k * min(abs(c), abs(slope) / steepest if steepest > 0 else 1.0)
+    step = k * abs(c)
     worth = min(1.0, abs(fall) / (0.01 * stake)) if stake > 0 else 0.0
     if c > 0:
         factor = 1 + worth**2 * step

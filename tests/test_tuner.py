@@ -353,14 +353,13 @@ def test_a_step_counts_by_its_slope_where_that_is_smaller_than_its_cosine(part, 
     S, after = sizes(options, steps), run(options, steps)[0][-1]
     moved = 1 + speed(last.hesitation) * min(cosine / 1e-4, part)
     assert S[-1] / S[-2] == pytest.approx(moved if side < 0 else 1 / moved, rel=1e-6)
-    # It makes the tuner hesitate by its cosine alone.
-    more = cosine / 1e-4 if side > 0 else 0.0
+    more = min(cosine / 1e-4, part) if side > 0 else 0.0
     assert after.hesitation == pytest.approx(last.hesitation + more, rel=1e-6)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_steps_against_the_displacement_make_the_tuner_slower(steps):
-    ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5)] * steps
+    ramp, against = [fixed(-1.0, 1e-5)] * 8, [fixed(1e-9, 1e-5, slope=1.0)] * steps
     last = run(Options(), [*ramp, *against])[0][-1]
     assert last.hesitation == pytest.approx(steps, rel=1e-9)
     for size, times in ((0.5, 1.0), (1.0, 1.0), (3.0, 3.0), (100.0, 4.0)):
@@ -394,7 +393,7 @@ def test_a_large_cosine_counts_against_a_scale_above_that_of_the_ramp(largest, a
 @pytest.mark.parametrize("along", [1, 4, 20])
 def test_steps_in_a_row_along_the_displacement_make_the_tuner_no_quicker(along):
     """In noise there are such rows for ever, and S would grow without end."""
-    steps = [*[fixed(-1.0, 1e-5)] * 8, *[fixed(1e-9, 1e-5)] * 10]
+    steps = [*[fixed(-1.0, 1e-5)] * 8, *[fixed(1e-9, 1e-5, slope=1.0)] * 10]
     for _ in range(along):
         last = run(Options(), steps)[0][-1]
         assert last.hesitation == pytest.approx(10, rel=1e-9)
