@@ -235,9 +235,9 @@ def test_a_blow_up(problem, base):
     trajectory = train(blown, base, torch.float64, steps=STEPS + 50)
     expected = expect(blown, base, "default", steps=STEPS + 50)
     assert_same(trajectory, expected, TOLERANCE["default"], growth=50)
-    uncapped = {"blown": math.inf, "steep": math.inf}
-    as_large_as_it_is = expect(blown, base, "default", steps=STEPS + 50, options=uncapped)
-    assert not np.allclose(expected[1], as_large_as_it_is[1], rtol=1e-3)
+    for cap in ("blown", "steep") if problem == "quadratic" else ("blown",):
+        uncapped = expect(blown, base, "default", steps=STEPS + 50, options={cap: math.inf})
+        assert not np.allclose(expected[1], uncapped[1], rtol=0.01), cap
 
 
 @pytest.mark.parametrize(

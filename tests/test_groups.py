@@ -131,7 +131,7 @@ def test_add_param_group_mid_run(base: Base) -> None:
     assert all(torch.isfinite(p).all() for p in problem.params)
     # The ramp begins anew and takes nothing back. Later, at an lr that stays and with hardly any
     # noise, the scale finds the edge of stability: with SGD single losses go to 1 to 6 times the
-    # first, from start to start, and come back (docs/research.md, "What is open").
+    # first, from start to start, and come back (docs/tried.md, "What is open").
     assert max(losses[:40]) < 1.2 * loss < 1.2 * start
     assert median(losses[-20:]) < 0.6 * loss
     torch.testing.assert_close(

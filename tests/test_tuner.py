@@ -475,10 +475,9 @@ def test_one_steep_step_is_remembered_for_a_while(size, side):
     assert states[-1].recent_slope == 1
 
 
-@pytest.mark.parametrize("size", [10.0, 1e3, 1e30])
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e30])
 def test_the_ramp_goes_on_after_a_steep_step(size):
-    """A hundred steps later at the latest: the first gradients may be far larger than those that
-    follow."""
+    """A hundred steps later at the latest, if it is not the first."""
     steep, *after = [fixed(-size, 1e-3), *[fixed(-1.0, 1e-3)] * 120]
     S = sizes(Options(), [*after[:3], steep, *after])
     np.testing.assert_allclose(S[-20:] / S[-21:-1], 1.5 + 1e-3 / 2, rtol=1e-5)
