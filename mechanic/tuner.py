@@ -32,8 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mechanic.arrays import Array, count, divide, finite, maximum, mean, namespace, total
 from mechanic.options import Options, Preset
 
-# The constants of the default rule, the same for every task. docs/tried.md has what they were
-# chosen on and what they were confirmed on.
+# The constants of the default rule, the same for every task; docs/tried.md has what chose them.
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # a further factor on the scale in the step that ends the ramp
@@ -237,13 +236,13 @@ def _look(options: Options, state: DefaultState, sums: Sums, S: Array) -> _Seen:
     cosine = xp.clip(finite(divide(-h, xp.sqrt(sums.dd) * xp.sqrt(sums.gg))), -1.0, 1.0)
     largest_cosine = maximum(mean(state.beta) * state.largest_cosine, abs(cosine))
     slope, fall = finite(cosine * xp.sqrt(sums.gg)), finite(-S * h)
-    recent_part = xp.where(state.recent_fall > 0, _part(fall, state.recent_fall), 1.0)
+    slope_part = _part(slope, state.recent_slope, without=1.0)
+    recent_part = _part(fall, state.recent_fall, without=1.0)
     # When g is parallel to Δ and the change is small beside recent ones, the base converges by
     # itself: the scale is left alone.
     trust = 1 - cosine * cosine * (1 - recent_part)
     # The cosine forgets how steep the loss is: without noise, many falls that are slight would
     # outweigh a few rises that are steep.
-    slope_part = xp.where(state.recent_slope > 0, _part(slope, state.recent_slope), 1.0)
     c = xp.clip(divide(trust * cosine, largest_cosine), -slope_part, slope_part)
     stake = _raised(state.stake, fall, OUTLIER)
     # A record fall makes earlier hesitation count less, by as much as it raises the stake.
@@ -259,9 +258,10 @@ def _raised(largest: Array, a: Array, at_most: float) -> Array:
     return maximum(xp.clip(abs(a), None, most), largest)
 
 
-def _part(a: Array, of: Array) -> Array:
-    """|a| as a part of something, at most 1; 0 where that is 0."""
-    return divide(namespace(a).clip(abs(a), None, of), of)
+def _part(a: Array, of: Array, without: float = 0.0) -> Array:
+    """|a| as a part of something, at most 1; `without` where that is 0."""
+    xp = namespace(a)
+    return xp.where(of > 0, divide(xp.clip(abs(a), None, of), of), without)
 
 
 def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> Array:

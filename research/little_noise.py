@@ -18,21 +18,24 @@ import platform
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+import held_out
 import torch
-from sklearn.datasets import load_diabetes, load_digits, load_wine
+from held_out import Pair, layers
+from sklearn.datasets import load_diabetes, load_wine
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
+from mechanic.bench.task import half_decades
 from mechanic.torch import mechanize
 
 STEPS, SEEDS = 500, range(3)
-RATES = tuple(10.0 ** (half / 2) for half in range(-7, 3))
+RATES = half_decades(-4, 1)[1:]
 BASES: dict[str, Callable[..., Optimizer]] = {
     "sgd": SGD,
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
@@ -54,31 +57,26 @@ class Given(NamedTuple):
     """The size of the smaller batches"""
 
 
-def perceptron(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    parts = [(nn.Linear(*pair), activation()) for pair in pairwise(widths)]
-    return nn.Sequential(*(module for pair in parts for module in pair))[:-1]
-
-
-def images(count: int) -> tuple[Tensor, Tensor]:
-    x, y = load_digits(return_X_y=True)
-    return torch.tensor(x[:count] / 16, dtype=torch.float32), torch.tensor(y[:count])
+def images(count: int) -> Pair:
+    x, y = held_out.digits()
+    return x[:count], y[:count]
 
 
 def digits() -> Given:
-    return Given(perceptron(64, 64, 64, 10), *images(512), F.cross_entropy, 32)
+    return Given(layers(64, 64, 64, 10), *images(512), F.cross_entropy, 32)
 
 
 def wine() -> Given:
     x, y = load_wine(return_X_y=True)
     x = torch.tensor((x - x.mean(0)) / x.std(0), dtype=torch.float32)
-    model = perceptron(13, 64, 64, 3, activation=nn.Tanh)
+    model = layers(13, 64, 64, 3, activation=nn.Tanh)
     return Given(model, x, torch.tensor(y), F.cross_entropy, 64)
 
 
 def diabetes() -> Given:
     x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
     x, y = (x - x.mean(0)) / x.std(0), ((y - y.mean()) / y.std())[:, None]
-    return Given(perceptron(10, 64, 64, 1, activation=nn.GELU), x, y, F.mse_loss, 64)
+    return Given(layers(10, 64, 64, 1, activation=nn.GELU), x, y, F.mse_loss, 64)
 
 
 def convnet() -> Given:
@@ -92,7 +90,7 @@ def convnet() -> Given:
 
 def autoencoder() -> Given:
     x, _ = images(400)
-    return Given(perceptron(64, 64, 16, 64, 64), x, x, F.mse_loss, 64)
+    return Given(layers(64, 64, 16, 64, 64), x, x, F.mse_loss, 64)
 
 
 TASKS = {task.__name__: task for task in (digits, wine, diabetes, convnet, autoencoder)}

@@ -1,12 +1,13 @@
 """What the scale does where the norms of gradients differ from step to step, without a model.
 
-    python research/norms.py        # half a minute; needs the extra `optax`
+    python research/norms.py        # ten seconds; needs the extra `optax`
 
 Cosines of Δ and −g of 0.01 that say nothing, after a ramp, and then a mean of a tenth of them; the
 norms are drawn from a lognormal distribution. And one gradient far larger than the others, in the
 ramp or after it. Means over 64 runs.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ RAMP, RUNS = 20, 64
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def scales(cosines: Numbers, norms: Numbers) -> Numbers:
-    """The scale after each step of each run."""
+@functools.cache
+def compiled() -> Any:
+    """From the cosines and norms of each step and run to the scales."""
     jnp = jax.numpy
 
     def update(state: Any, cosine: Any, norm: Any, first: Any) -> Any:
@@ -34,12 +36,19 @@ def scales(cosines: Numbers, norms: Numbers) -> Numbers:
         state = jax.vmap(update, (0, 0, 0, None))(state, *given)
         return state, state.s.sum(1)
 
-    with jax.enable_x64(True):
+    def play(cosines: Any, norms: Any) -> Any:
         init = tuner.init(OPTIONS, jnp.array(OPTIONS.betas))
         state = type(init)(*(jnp.stack([value] * RUNS) for value in init))
-        given = (jnp.clip(jnp.asarray(cosines), -1, 1), jnp.asarray(norms))
-        first = jnp.arange(len(cosines)) < 10
-        return np.asarray(jax.jit(lambda: jax.lax.scan(step, state, (*given, first))[1])())
+        return jax.lax.scan(step, state, (cosines, norms, jnp.arange(len(cosines)) < 10))[1]
+
+    return jax.jit(play)
+
+
+def scales(cosines: Numbers, norms: Numbers) -> Numbers:
+    """The scale after each step of each run."""
+    with jax.enable_x64(True):
+        given = (np.clip(cosines, -1, 1), norms)
+        return np.asarray(compiled()(*map(jax.numpy.asarray, given)))
 
 
 def followed(sigma: float, steps: int, side: int) -> float:

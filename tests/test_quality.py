@@ -59,12 +59,16 @@ def test_every_row_is_stored() -> None:
     assert STORED.keys() == ROWS.keys() == WORST.keys()
 
 
+def digits(count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images[:count] / 16, dtype=torch.float32), torch.tensor(labels[:count])
+
+
 def hard_batches(seed: int) -> float:
     """The loss after batches of 8 at a constant lr. One batch in fifty is hard, for ever."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    x, y = digits()
     model = torch.nn.Linear(64, 10)
     optimizer = mechanize(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     for index in torch.randint(len(x), (2000, 8)):
@@ -89,8 +93,7 @@ def full_batches(seed: int) -> float:
     """The loss of a perceptron after 500 steps of SGD in full batches, without any noise."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images[:512] / 16, dtype=torch.float32), torch.tensor(labels[:512])
+    x, y = digits(512)
     layers = [torch.nn.Linear(*shape) for shape in ((64, 64), (64, 64), (64, 10))]
     relu = torch.nn.ReLU()
     model = torch.nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
