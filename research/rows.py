@@ -1,10 +1,11 @@
-"""Runs of the default preset on rows of `mechanic bench`, many at once on one GPU, without Optuna.
+"""Runs of one method on rows of `mechanic bench`, many at once on one GPU, without Optuna.
 
     nvidia-cuda-mps-control -d          # first, where it is there: runs then share the GPU
     python research/rows.py --data DIR --output runs.jsonl --jobs 16 \\
         lm/gpt-novels/adamw mlm/bert-novels/adamw vision/resnet18-cifar10/sgd
 
-For a rule that is being tried, put its `mechanic` first on PYTHONPATH. One line of JSON is written
+The method is the default preset, or for example `--method sgd --lrs 0.01 0.03`. For a rule that is
+being tried, put its `mechanic` first on PYTHONPATH. One line of JSON is written
 for each run as it ends. With `--trace FOLDER` the runs take the plain path, and what the tuner was
 told and knew in each step is kept there as a NumPy file.
 """
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ class Job(NamedTuple):
 
     row: str
     seed: int
+    method: str
     lr: float
     data: Path
     trace: Path | None
@@ -53,7 +56,7 @@ def run(job: Job) -> dict[str, Any]:
     try:
         task = next(task for task in SUITES[suite](data) if task.name == name)
         settings = BuildSettings("short", job.seed, torch.device("cuda"), data)
-        outcome = train(task, METHODS["mechanic"], base, job.lr, settings)
+        outcome = train(task, METHODS[job.method], base, job.lr, settings)
         found: dict[str, Any] = {"start_loss": outcome.start_loss, **outcome.metrics}
     except Exception as error:  # a run that fails must not end the others
         found = {"error": repr(error)[:300]}
@@ -61,7 +64,8 @@ def run(job: Job) -> dict[str, Any]:
         file = f"{name}_{base}_{job.seed}.npy"
         np.save(job.trace / file, torch.stack(traced).cpu().numpy())
     seconds = round(time.time() - began, 1)
-    return {"row": job.row, "seed": job.seed, "lr": job.lr, "seconds": seconds, **found}
+    told = {"row": job.row, "method": job.method, "lr": job.lr, "seed": job.seed}
+    return {**told, "seconds": seconds, **found}
 
 
 def _trace() -> list[torch.Tensor]:
@@ -87,14 +91,18 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", metavar="SUITE/TASK/BASE")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--method", default="mechanic")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[1.0])
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--trace", type=Path)
     asked = parser.parse_args()
     if asked.trace is not None:
         asked.trace.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(r, s, asked.lr, asked.data, asked.trace) for r in asked.rows for s in asked.seeds]
+    jobs = [
+        Job(row, seed, asked.method, lr, asked.data, asked.trace)
+        for row, lr, seed in product(asked.rows, asked.lrs, asked.seeds)
+    ]
     context = multiprocessing.get_context("spawn")
     with (
         context.Pool(asked.jobs, maxtasksperchild=1) as pool,
