@@ -113,6 +113,8 @@ class DefaultState(NamedTuple):
     stake: Array
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
+    last_factor: Array
+    """What the step before multiplied the scale with, but for the brake; 0 in the ramp"""
     top: Array
     """The largest scale of the ramp, or the scale when Δ was last forgotten. It falls as U grows"""
 
@@ -190,8 +192,10 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     # What is retained of Δ, and of what the tuner knows
     top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
     is_wrong = xp.where(is_ramp_over, top * WRONG, 0.0) > tuned
-    # By trust once more: where the base converges by itself, x is not drawn to x_ref.
-    offset_factor = xp.where(is_wrong, 0.0, 1 + seen.trust * (_offset_factor(factor) - 1))
+    # By the mean of two steps, because the next cosine answers to a step of x along Δ. And by trust
+    # once more: where the base converges by itself, x is not drawn to x_ref.
+    mean_factor = xp.sqrt(factor * xp.where(state.last_factor > 0, state.last_factor, factor))
+    offset_factor = xp.where(is_wrong, 0.0, 1 + seen.trust * (_offset_factor(mean_factor) - 1))
     offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
     hesitation = seen.hesitation + maximum(-seen.c, 0.0)
@@ -201,6 +205,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
         "recent_slope": _raised(SHORT * state.recent_slope, seen.slope, STEEP),
         "recent_fall": maximum(SHORT * state.recent_fall, maximum(seen.fall, -seen.fall / OUTLIER)),
         "stake": seen.stake,
+        "last_factor": xp.where(is_ramp_over, factor, 0.0),
         "top": xp.where(is_wrong, tuned, top),
     }
     learned = {name: xp.where(goes_on, value, 0.0) for name, value in learned.items()}
@@ -396,48 +401,6 @@ def _signal(options: Options, weight: Array, sums: Sums) -> Array:
     xp = namespace(sums.dg)
     decay = options.s_decay * weight * xp.sqrt(sums.gg)
     return sums.dg + decay * divide(sums.dx, xp.sqrt(sums.xx))
-
-
-class ProvableState(NamedTuple):
-    """The state of Algorithm 2; `s` is the scale to play next."""
-
-    v: Array
-    r: Array
-    q: Array
-    m: Array
-    s: Array
-
-
-def provable_init(zero: Array) -> ProvableState:
-    """Algorithm 2, line 2. `zero` is a zero of any library, of any shape."""
-    return ProvableState(v=zero, r=zero, q=zero, m=zero, s=zero)
-
-
-def provable_update(
-    state: ProvableState, h: Array, *, wealth: float, beta: float = 1.0
-) -> ProvableState:
-    """Algorithm 2, lines 6 to 12: the tuner with a proof (Theorem 2), one β at a time.
-
-    Read as its proof reads: with |h| in m, s_t in r, and the bet's clip on −q.
-
-    >>> import numpy as np
-    >>> state = provable_init(np.float64(0))
-    >>> for h in (-1.0, -1.0, -1.0):
-    ...     state = provable_update(state, np.float64(h), wealth=1.0)
-    >>> round(float(state.s), 3)
-    0.4
-    """
-    xp = namespace(h)
-    m = maximum(beta * state.m, abs(h))  # line 6
-    h = xp.clip(h, -state.m, state.m)  # line 7
-    q = beta * state.q + h  # line 8
-    r = beta * state.r - state.s * h  # line 9
-    W = wealth + r  # line 10
-    v = beta**2 * state.v + h * h  # line 11
-    root = xp.sqrt(4 * m**2 + v)
-    bet = divide(-q, root)
-    s = divide(W, root) * xp.clip(bet, 0.0, 1.0)  # line 12
-    return ProvableState(v=v, r=r, q=q, m=m, s=s)
 
 
 def scale_of(state: State) -> Array:

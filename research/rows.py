@@ -31,7 +31,16 @@ from mechanic.bench.train import train
 from mechanic.torch import step as dispatcher
 
 SUMS = ("dg", "gg", "dd", "uu")
-STATE = ("s", "hesitation", "largest_cosine", "recent_slope", "recent_fall", "stake", "U")
+STATE = (
+    "s",
+    "hesitation",
+    "largest_cosine",
+    "recent_slope",
+    "recent_fall",
+    "stake",
+    "last_factor",
+    "U",
+)
 
 
 class Job(NamedTuple):

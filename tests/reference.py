@@ -167,7 +167,10 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
 
     # Has Δ been wrong?
     top = top if is_ramp_over else max(top, new)
-    offset_factor = 1 + trust * (factor ** (0.25 if factor > 1 else 0.5) - 1)
+    last_factor = state.get("last_factor", 0.0)
+    both = math.sqrt(factor * last_factor) if last_factor > 0 else factor
+    offset_factor = 1 + trust * (both ** (0.25 if both > 1 else 0.5) - 1)
+    last_factor = factor if is_ramp_over else 0.0
     q = offset_factor * S / new if S > 0 else 1.0
     if is_ramp_over and new < 0.1 * top:
         q, hesitation, top = 0.0, hesitation / 4, new
@@ -176,7 +179,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     if is_new or S == 0:  # the ramp begins, with nothing of what was before
         new = min(1e-4 * x1_size / U if U > 0 else 0.0, cap)
         q = 0.0 if S > 0 else 1.0
-        largest_cosine = hesitation = recent_fall = steepest = stake = top = 0.0
+        largest_cosine = hesitation = recent_fall = steepest = stake = top = last_factor = 0.0
     state.update(
         largest_cosine=largest_cosine,
         hesitation=hesitation,
@@ -184,6 +187,7 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
         recent_slope=steepest,
         stake=stake,
         top=top,
+        last_factor=last_factor,
     )
     state.update(U=U, D=(q or 1.0) * D, ramp_size=x.size if is_new else ramp_size)
     return np.full(n, new / n), q

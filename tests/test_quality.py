@@ -4,8 +4,12 @@
 """
 
 import csv
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from statistics import mean, median
 
+import numpy as np
 import pytest
 import quality
 import torch
@@ -28,11 +32,11 @@ WORST = {
     "logistic-breast_cancer-sgd": 1.8,  # 1.5; before steps counted by their slope, at most 1.4
     "logistic-breast_cancer-adamw": 0.4,
     "logistic-breast_cancer-lion": 0.4,
-    "logistic-digits8x8-sgd": -0.1,
-    "logistic-digits8x8-adamw": -0.2,
+    "logistic-digits8x8-sgd": -0.2,
+    "logistic-digits8x8-adamw": 0.0,  # −0.1; before x followed the mean of two steps, below −0.2
     "logistic-digits8x8-lion": 2.4,
     "perceptron-digits8x8-sgd": -0.5,
-    "perceptron-digits8x8-adamw": 0.1,
+    "perceptron-digits8x8-adamw": 0.0,
     "perceptron-digits8x8-lion": -0.1,
     "gpt-python-manual-adamw": 9.9,  # 9.6; before that, 10.6
 }
@@ -80,13 +84,33 @@ def hard_batches(seed: int) -> float:
 
 
 def test_hard_batches_at_a_constant_lr_do_not_stop_it() -> None:
-    assert hard_batches(seed=0) < 0.09  # the best of five fixed lrs has 0.06
-
-
-@pytest.mark.nightly
-def test_hard_batches_with_eight_seeds() -> None:
-    """The loss of a single run goes up and down by a factor of three to the end."""
+    """The loss of a single run goes up and down by a factor of three to the end. With seed 0 the
+    best of five fixed lrs has 0.06."""
     assert mean(map(hard_batches, range(8))) < 0.12
+
+
+@pytest.mark.parametrize("base", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_scale_does_not_answer_to_what_it_did_itself(
+    seed: int, base: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """If x followed each step of the scale, a step down would be followed by one up, for ever: on
+    this task four steps in five would go the other way than the one before."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    x, _ = digits()
+    widths = pairwise((64, 64, 16, 64, 64))
+    layers = [layer for pair in widths for layer in (torch.nn.Linear(*pair), torch.nn.ReLU())][:-1]
+    model = torch.nn.Sequential(*layers)
+    optimizer = mechanize(base(model.parameters(), lr=1.0))
+    scales = []
+    for index in torch.randint(len(x), (400, 64)):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[index]), x[index]).backward()
+        optimizer.step()
+        scales.append(tuner(optimizer).scale.item())
+    sides = np.sign(np.diff(np.log(scales[100:])))
+    assert np.mean(sides[1:] * sides[:-1]) > -0.35  # −0.6 to −0.85 if x follows each step
 
 
 def full_batches(seed: int) -> float:

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.special import lambertw
 
-from mechanic import tuner
+from mechanic import provable, tuner
 from mechanic.options import Options
 
 torch.set_num_threads(1)
@@ -370,6 +370,26 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
         assert S[-1] / S[-2] == pytest.approx(1 + speed(steps / times), rel=1e-7)
 
 
+@pytest.mark.parametrize("sides", [(1, -1), (-1, 1), (1, 1, -1, -1), (-1, -1, 1, -1, 1)])
+def test_the_parameters_follow_the_mean_of_two_steps(sides):
+    """They stay where they are when the scale goes up and down again, or down and up."""
+    options, steps = Options(betas=(1.0,)), [*[fixed(-1.0, 1e-5)] * 8, fixed(1e-9, 1e-5, slope=1.0)]
+    for side in sides:  # of one size, as much at stake as ever
+        last = run(options, steps)[0][-1]
+        h = -0.9 * side * last.stake / last.s.sum()
+        steps.append(fixed(h, 1e-5, slope=max(abs(h), last.recent_slope)))
+    states, kept = run(options, steps)
+    S = np.array([state.s.sum() for state in states])
+    factors, moved = (ends[-len(sides) :] for ends in (S[1:] / S[:-1], kept[1:] * S[1:] / S[:-1]))
+    assert ((factors > 1) == (np.array(sides) > 0)).all()
+    assert moved[0] == pytest.approx(factors[0] ** (1 / 4 if sides[0] > 0 else 1 / 2), rel=1e-8)
+    for i in range(1, len(sides)):
+        mean = math.sqrt(factors[i - 1] * factors[i])
+        assert moved[i] == pytest.approx(mean ** (1 / 4 if mean > 1 else 1 / 2), rel=1e-8)
+        if sides[i] != sides[i - 1]:
+            assert abs(moved[i] - 1) < abs(factors[i] - 1) / 8
+
+
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
 @pytest.mark.parametrize("above", [True, False])
 def test_a_large_cosine_counts_against_a_scale_above_that_of_the_ramp(largest, above):
@@ -614,10 +634,10 @@ def test_the_relative_start(x1, size):
 
 def play(hs, wealth, beta=1.0, array=np.float64):
     """The scales that Algorithm 2 plays against each h, and its wealth after each."""
-    state, played, wealths = tuner.provable_init(array(0.0)), [], []
+    state, played, wealths = provable.init(array(0.0)), [], []
     for h in hs:
         played.append(float(state.s))
-        state = tuner.provable_update(state, array(h), wealth=wealth, beta=beta)
+        state = provable.update(state, array(h), wealth=wealth, beta=beta)
         wealths.append(wealth + float(state.r))
     return np.array(played), np.array(wealths)
 
