@@ -113,10 +113,10 @@ class DefaultState(NamedTuple):
     stake: Array
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
-    last_factor: Array
-    """What the step before multiplied the scale with, but for the brake; 0 in the ramp"""
     top: Array
     """The largest scale of the ramp, or the scale when Δ was last forgotten. It falls as U grows"""
+    last_factor: Array
+    """The factor of the step before; 0 before the first one with this Δ after the ramp"""
 
 
 State: TypeAlias = PaperState | DefaultState
@@ -195,6 +195,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     # By the mean of two steps, because the next cosine answers to a step of x along Δ. And by trust
     # once more: where the base converges by itself, x is not drawn to x_ref.
     mean_factor = xp.sqrt(factor * xp.where(state.last_factor > 0, state.last_factor, factor))
+    mean_factor = xp.where(abs(factor - 1) > 0, mean_factor, 1.0)  # where S rests, x rests
     offset_factor = xp.where(is_wrong, 0.0, 1 + seen.trust * (_offset_factor(mean_factor) - 1))
     offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
@@ -205,8 +206,8 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
         "recent_slope": _raised(SHORT * state.recent_slope, seen.slope, STEEP),
         "recent_fall": maximum(SHORT * state.recent_fall, maximum(seen.fall, -seen.fall / OUTLIER)),
         "stake": seen.stake,
-        "last_factor": xp.where(is_ramp_over, factor, 0.0),
         "top": xp.where(is_wrong, tuned, top),
+        "last_factor": xp.where(is_ramp_over, xp.where(is_wrong, 0.0, factor), 0.0),
     }
     learned = {name: xp.where(goes_on, value, 0.0) for name, value in learned.items()}
     ramp_size = xp.where(is_new, sums.d, state.ramp_size)

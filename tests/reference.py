@@ -168,12 +168,12 @@ def default(state, delta, g, x, u, *, betas=(0.99,), cap=math.inf, decay=0.0, bl
     # Has Δ been wrong?
     top = top if is_ramp_over else max(top, new)
     last_factor = state.get("last_factor", 0.0)
-    both = math.sqrt(factor * last_factor) if last_factor > 0 else factor
+    both = math.sqrt(factor * last_factor) if last_factor > 0 and factor != 1 else factor
     offset_factor = 1 + trust * (both ** (0.25 if both > 1 else 0.5) - 1)
     last_factor = factor if is_ramp_over else 0.0
     q = offset_factor * S / new if S > 0 else 1.0
     if is_ramp_over and new < 0.1 * top:
-        q, hesitation, top = 0.0, hesitation / 4, new
+        q, hesitation, top, last_factor = 0.0, hesitation / 4, new, 0.0
 
     is_new = ramp_size * 1.1 < x.size
     if is_new or S == 0:  # the ramp begins, with nothing of what was before

@@ -84,14 +84,14 @@ def hard_batches(seed: int) -> float:
 
 
 def test_hard_batches_at_a_constant_lr_do_not_stop_it() -> None:
-    """The loss of a single run goes up and down by a factor of three to the end. With seed 0 the
-    best of five fixed lrs has 0.06."""
+    """The loss of a single run goes up and down by a factor of three to the end: with seed 0 it is
+    0.11, and 0.06 with the best of five fixed lrs."""
     assert mean(map(hard_batches, range(8))) < 0.12
 
 
 @pytest.mark.parametrize("base", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_scale_does_not_answer_to_what_it_did_itself(
+def test_the_scale_hardly_answers_to_what_it_did_itself(
     seed: int, base: Callable[..., torch.optim.Optimizer]
 ) -> None:
     """If x followed each step of the scale, a step down would be followed by one up, for ever: on

@@ -372,7 +372,7 @@ def test_steps_against_the_displacement_make_the_tuner_slower(steps):
 
 @pytest.mark.parametrize("sides", [(1, -1), (-1, 1), (1, 1, -1, -1), (-1, -1, 1, -1, 1)])
 def test_the_parameters_follow_the_mean_of_two_steps(sides):
-    """They stay where they are when the scale goes up and down again, or down and up."""
+    """A step up right after an equal step down does not move them, nor a step down after one up."""
     options, steps = Options(betas=(1.0,)), [*[fixed(-1.0, 1e-5)] * 8, fixed(1e-9, 1e-5, slope=1.0)]
     for side in sides:  # of one size, as much at stake as ever
         last = run(options, steps)[0][-1]
@@ -388,6 +388,27 @@ def test_the_parameters_follow_the_mean_of_two_steps(sides):
         assert moved[i] == pytest.approx(mean ** (1 / 4 if mean > 1 else 1 / 2), rel=1e-8)
         if sides[i] != sides[i - 1]:
             assert abs(moved[i] - 1) < abs(factors[i] - 1) / 8
+
+
+def offsets(options, steps):
+    """What x − x_ref is multiplied with in each of the steps."""
+    states, kept = run(options, steps)
+    S = np.array([state.s.sum() for state in states])
+    return kept[1:] * S[1:] / S[:-1]
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_where_the_scale_rests_the_parameters_rest(side):
+    """In a step that measures nothing, and where the cap holds the scale."""
+    steps = [*[fixed(-1.0, 1e-5)] * 8, fixed(1e-9, 1e-5, slope=1.0)]
+    last = run(Options(), steps)[0][-1]
+    big = fixed(-0.9 * side * last.stake / last.s.sum(), 1e-5, slope=last.recent_slope)
+    assert offsets(Options(), [*steps, big])[-1] != 1
+    assert offsets(Options(), [*steps, big, fixed(0.0)])[-1] == 1
+
+    cap = Options(max_scale=1.2 * float(last.s.sum()))
+    moved = offsets(cap, [*steps, *[big] * 6])
+    assert (moved[-6] == 1, moved[-1] == 1) == (False, side > 0)
 
 
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
@@ -592,6 +613,8 @@ def test_the_displacement_is_forgotten_when_the_scale_has_fallen_tenfold():
     assert last.top == last.s.sum()
     assert last.D == 1  # so that what others keep of it does not count as an update
     assert last.hesitation == pytest.approx((before.hesitation + 1) / 4, rel=1e-9)
+    assert before.last_factor < 1
+    assert last.last_factor == 0  # the next Δ follows its own steps
     # The next time is a tenth of that; larger updates lower what it is measured by.
     steps.append(moving(-1.0, update=10.0))
     after = run(options, steps)[0][-1]

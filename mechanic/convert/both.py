@@ -91,7 +91,10 @@ def check_tuners(own: MechanicState, saved: dict[str, Any]) -> None:
         )
     names = {*numbers.tuner._fields, *own.counts._fields, "lrs", "frozen"}
     if missing := sorted(names - saved.keys()):
-        raise ValueError(f"the checkpoint is damaged: its tuner lacks {', '.join(missing)}.")
+        raise ValueError(
+            f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
+            "It may be of another version of mechanic."
+        )
     betas = np.asarray(saved[BETA], numbers.scale.dtype)
     if not np.array_equal(betas, np.asarray(getattr(numbers.tuner, BETA, betas))):
         raise ValueError(
