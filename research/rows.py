@@ -1,13 +1,13 @@
-"""Runs of one method on rows of `mechanic bench`, many at once on one GPU, without Optuna.
+"""Runs of one method on rows of `mechanic bench`, many at once on one device, without Optuna.
 
     nvidia-cuda-mps-control -d          # first, where it is there: runs then share the GPU
     python research/rows.py --data DIR --output runs.jsonl --jobs 16 \\
         lm/gpt-novels/adamw mlm/bert-novels/adamw vision/resnet18-cifar10/sgd
 
 The method is the default preset, or for example `--method sgd --lrs 0.01 0.03`. For a rule that is
-being tried, put its `mechanic` first on PYTHONPATH. One line of JSON is written
-for each run as it ends. With `--trace FOLDER` the runs take the plain path, and what the tuner was
-told and knew in each step is kept there as a NumPy file.
+being tried, put its `mechanic` first on PYTHONPATH. One line of JSON is written for each run as it
+ends. With `--trace FOLDER` the runs take the plain path, and what the tuner was told and knew in
+each step is kept there as a NumPy file.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from mechanic import tuner
 from mechanic.bench.data import Data
 from mechanic.bench.methods import METHODS
 from mechanic.bench.suites import SUITES
-from mechanic.bench.task import BuildSettings
+from mechanic.bench.task import BuildSettings, linear
 from mechanic.bench.train import train
 from mechanic.torch import step as dispatcher
 
@@ -51,6 +52,8 @@ class Job(NamedTuple):
     method: str
     lr: float
     data: Path
+    device: str
+    falls: bool
     trace: Path | None
 
 
@@ -64,7 +67,10 @@ def run(job: Job) -> dict[str, Any]:
     traced = _trace() if job.trace is not None else []
     try:
         task = next(task for task in SUITES[suite](data) if task.name == name)
-        settings = BuildSettings("short", job.seed, torch.device("cuda"), data)
+        settings = BuildSettings("short", job.seed, torch.device(job.device), data)
+        if job.falls:
+            built = task.build
+            task = replace(task, build=lambda s: replace(built(s), schedule=linear()))
         outcome = train(task, METHODS[job.method], base, job.lr, settings)
         found: dict[str, Any] = {"start_loss": outcome.start_loss, **outcome.metrics}
     except Exception as error:  # a run that fails must not end the others
@@ -102,6 +108,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--method", default="mechanic")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--falls", action="store_true", help="let the lr fall linearly to 0")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--trace", type=Path)
@@ -109,7 +117,7 @@ def main() -> None:
     if asked.trace is not None:
         asked.trace.mkdir(parents=True, exist_ok=True)
     jobs = [
-        Job(row, seed, asked.method, lr, asked.data, asked.trace)
+        Job(row, seed, asked.method, lr, asked.data, asked.device, asked.falls, asked.trace)
         for row, lr, seed in product(asked.rows, asked.lrs, asked.seeds)
     ]
     context = multiprocessing.get_context("spawn")
