@@ -2,7 +2,8 @@
 
 Start reading here. Everything is a pure function of a small state, written for NumPy, torch and JAX
 arrays and for floats alike, in the letters of the paper (Cutkosky, Defazio, Mehta: "Mechanic: A
-Learning Rate Tuner"):
+Learning Rate Tuner"). `mechanic.torch.written` turns it into C and Triton: it knows + − * / < >,
+squares, `where`, `clip`, `sqrt` and sums, and no other operation, such as `&` or a fourth power.
 
     =======  ==========================================================================
     letter   meaning, and its word elsewhere in this package
@@ -12,15 +13,15 @@ Learning Rate Tuner"):
     Δ_t      the sum of the updates before step t (`displacement`), or what is retained of it
     S_t      the sum of s_t over the β: x_t = x_ref + S_t·Δ_t (`scale`)
     h_t      ⟨Δ_t, g_t⟩, the derivative of the loss along Δ; −S·h > 0 is a fall of the loss
-    m, v, r  its largest size, sum of squares and collected reward, discounted by β
+    m, v, r  the largest |h|, the sum of h² and the reward, discounted by β (not in the default)
     =======  ==========================================================================
 
 A rule maps `(options, state, sums)` to `(state, retained)`: the next state, whose scales the next
-parameters are made with, and the part of Δ_t that is retained (1 in the paper),
+parameters are made with, and how much of Δ_t is retained (1 in the paper; it may be above 1),
 
     Δ_{t+1} = retained·Δ_t + u_t,        x_{t+1} = x_ref + S_{t+1}·Δ_{t+1}.
 
-Where nothing is retained, the caller sets x_ref to x_t, and the parameters stay where they are.
+Where nothing is retained, the caller sets x_ref to x_t, so that x_{t+1} = x_t + S_{t+1}·u_t.
 
 `docs/algorithm.md` lists each place where a rule leaves the paper's text, and why.
 """
@@ -36,15 +37,17 @@ from mechanic.options import Options, Preset
 START = 1e-4  # ρ: the first update moves the parameters by this fraction of their norm
 FLOOR = 0.1  # a parameter counts as at least this large: zero-initialised ones must start too
 BACK = 0.5  # a further factor on the scale in the step that ends the ramp
-OUTLIER = 4.0  # so many times above recent falls the brake begins, and at twice that it halves S;
-# one step raises the stake so many times at most; a rise counts so much less as a recent fall
+OUTLIER = 4.0  # the brake begins at a rise so many times `recent_fall`, and halves S at twice that;
+# one step multiplies the stake by this at most; `recent_fall` counts a rise divided by this
 STEEP = 100.0  # one step raises the largest recent slope so many times at most
-SHORT = 0.95  # what is recent fades by this factor in each step
+SHORT = 0.95  # the recent slope and fall fade by this in each step, the largest cosine by β
 LEAST = 0.01  # below this part of the stake the scale changes less
 SAFE = 0.85  # up to this part of `top` a large cosine is taken for noise
 WRONG = 0.1  # Δ was wrong when the scale has fallen to this part of `top`
 THAW = 4.0  # the tuner's hesitation is divided by this when Δ was wrong
 ADDED = 1.1  # the ramp begins anew when the parameters have become so many times as many
+
+ROUNDED = 1 - 1e-6  # from here on a scale is at its cap, up to rounding in float32
 
 EPS = 1e-8  # the ε of the two codes of the paper's authors
 
@@ -52,7 +55,7 @@ EPS = 1e-8  # the ε of the two codes of the paper's authors
 class Sums(NamedTuple):
     """What one step measures. Those that are not needed may be 0: `dx`, `xx` and `gg` are for a
     decay above 0, `x1`, `d`, `dd` and `uu` for a relative start, and a rule that takes the cosine
-    needs `gg` and `dd` whatever the options.
+    needs `gg`, `dd` and `d` whatever the options.
 
     `dg` and `gg` are over the groups whose lr is not 0, `dx` and `xx` over all parameters that have
     a gradient, and `dd` over those without one, too.
@@ -114,9 +117,11 @@ class DefaultState(NamedTuple):
     """The largest |S·h| since the ramp began, except that one step raises it at most
     `OUTLIER`-fold"""
     top: Array
-    """The largest scale of the ramp, or the scale when Δ was last forgotten. It falls as U grows"""
+    """The largest scale of the ramp after its first, or the scale when Δ was last found wrong. It
+    falls as U grows"""
     last_factor: Array
-    """The factor of the step before; 0 before the first one with this Δ after the ramp"""
+    """The factor of the step before, without the brake and the growth of U; 0 before the first one
+    with this Δ after the ramp"""
 
 
 State: TypeAlias = PaperState | DefaultState
@@ -155,8 +160,8 @@ def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     1.487
     """
     state, retained = RULES[options.preset].update(options, state, sums)
-    # What is forgotten is not taken off D: parameters that rest keep their Δ, and it would count as
-    # growth.
+    # Where nothing is retained D is ‖Δ_t‖ all the same: parameters that rest keep their Δ, and
+    # beside a D of 0 that would count as growth.
     kept = namespace(retained).where(retained > 0, retained, 1.0)
     s, D = _capped(options, state.s), kept * namespace(sums.dd).sqrt(sums.dd)
     return state._replace(s=s, D=D), retained
@@ -167,14 +172,14 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     slope along Δ say, each beside its largest recent one, and x − x_ref follows in part
     (`_offset_factor`).
 
-    A step is *against Δ* if its cosine is negative. The *ramp* is the time until the first of them;
-    it begins anew where the scale is 0 or many parameters are added. After the ramp every step
-    against Δ makes the tuner hesitate more, so that in noise the scale settles.
+    A step is *against Δ* if its cosine is negative. The *ramp* ends with the first of them, which
+    belongs to it; it begins anew, with all but U forgotten, where the scale is 0 or many parameters
+    are added. Each step against Δ makes the tuner hesitate more: in noise the scale settles.
     """
     xp, S = namespace(sums.dg), total(state.s)
     is_new = sums.d > ADDED * state.ramp_size
     goes_on = xp.where(is_new, 0.0, S) > 0  # where not, a ramp begins
-    is_ramp_over = state.hesitation > 0
+    is_ramp_over = state.hesitation > 0  # before this step
     seen = _look(options, state, sums, S)
 
     # The scale
@@ -184,10 +189,11 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     # the scale becomes as much less.
     shrunk = 1 / maximum(divide(U, state.U), 1.0)
     uncapped = xp.where(goes_on, factor / brake * S * shrunk, sigma)
-    s = _capped(options, uncapped / count(state.beta) + 0 * state.beta)
-    tuned = total(s)
-    if options.max_scale < math.inf:  # where the cap holds the scale, x moves no more than it does
-        factor = xp.where(uncapped > options.max_scale, divide(tuned, S), factor)
+    tuned = xp.clip(uncapped, None, options.max_scale)
+    s = tuned / count(state.beta) + 0 * state.beta
+    if options.max_scale < math.inf:  # x follows what the cap has left, brake and growth included
+        left = xp.where(S < ROUNDED * options.max_scale, divide(tuned, S), 1.0)
+        factor = xp.where(uncapped > options.max_scale, left, factor)
 
     # What is retained of Δ, and of what the tuner knows
     top = maximum(state.top * shrunk, xp.where(is_ramp_over, 0.0, tuned))
@@ -198,6 +204,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     mean_factor = xp.where(abs(factor - 1) > 0, mean_factor, 1.0)  # where S rests, x rests
     offset_factor = xp.where(is_wrong, 0.0, 1 + seen.trust * (_offset_factor(mean_factor) - 1))
     offset_factor = xp.where(goes_on, offset_factor, 0.0)  # a new ramp has a Δ of its own
+    # x − x_ref = S·Δ becomes offset_factor·(x − x_ref), whatever the brake. At S = 0 x is x_ref.
     retained = xp.where(S > 0, divide(offset_factor * S, tuned), 1.0)
     hesitation = seen.hesitation + maximum(-seen.c, 0.0)
     learned = {
@@ -261,7 +268,7 @@ def _raised(largest: Array, a: Array, at_most: float) -> Array:
     is 0: one blow-up must not make all that follows look like nothing."""
     xp = namespace(a)
     most = xp.where(largest > 0, at_most * largest, math.inf)
-    return maximum(xp.clip(abs(a), None, most), largest)
+    return xp.clip(abs(a), largest, most)
 
 
 def _part(a: Array, of: Array, without: float = 0.0) -> Array:
@@ -281,12 +288,12 @@ def _factor(state: DefaultState, seen: _Seen, S: Array, is_ramp_over: Array) -> 
     is_safe = state.top * SAFE > S
     against = xp.where(is_safe, 0.0, (seen.largest_cosine * seen.cosine) ** 2)
     divergence = seen.recent_part * against
-    # By the square: when all is learned, every step goes along Δ, and the scale would grow without
-    # limit. Up and down alike: in noise the scale would drift otherwise.
+    # Where little is at stake, less, and by the square: when all is learned, every step goes along
+    # Δ, and the scale would grow without limit. Up and down alike: in noise it would drift.
     worth = xp.clip(_part(seen.fall, seen.stake) / LEAST, None, 1.0) ** 2
     rise = 1 + worth * step
     fallen = xp.where(is_ramp_over, 1.0, BACK) / (1 + worth * (step + divergence))
-    return xp.where(seen.c > 0, rise, xp.where(seen.c < 0, fallen, 1.0))
+    return xp.where(seen.c < 0, fallen, rise)  # 1 where c is 0, since the step is 0
 
 
 def _brake(seen: _Seen, recent_fall: Array) -> Array:
@@ -294,7 +301,7 @@ def _brake(seen: _Seen, recent_fall: Array) -> Array:
     more than it recently fell. A rise that comes again and again is noise: as S falls it becomes a
     small part of the stake, and by its fourth power the brake goes."""
     xp = namespace(seen.fall)
-    rise = xp.clip(-seen.fall, 0 * recent_fall, 2 * OUTLIER * recent_fall)
+    rise = xp.clip(-seen.fall, None, 2 * OUTLIER * recent_fall)
     excess = maximum(divide(rise, recent_fall) / OUTLIER, 1.0) - 1
     return 1 + excess * (_part(seen.fall, seen.stake) ** 2) ** 2
 
@@ -360,7 +367,7 @@ class Rule(NamedTuple):
     decays_after_base: bool = False
     """The decay's `dx` and `xx` are taken at x_t + u_t"""
     takes_cosine: bool = False
-    """It reads `dd` and `gg`, whatever the options"""
+    """It reads `d`, `dd` and `gg`, whatever the options"""
 
 
 RULES: dict[Preset, Rule] = {

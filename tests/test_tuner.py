@@ -411,6 +411,20 @@ def test_where_the_scale_rests_the_parameters_rest(side):
     assert (moved[-6] == 1, moved[-1] == 1) == (False, side > 0)
 
 
+@pytest.mark.parametrize("betas", [(0.99,), (0.9, 0.99, 0.999)])
+def test_at_its_cap_the_scale_rests_to_the_last_bit(betas):
+    """Whatever the cap: otherwise x would follow half of the step before, back and forth."""
+    hs = np.where(np.random.default_rng(0).random(200) < 0.2, 0.3, -0.3)
+    steps = [*[fixed(-1.0, 0.5)] * 20, fixed(1e-9, 0.5), *[fixed(h, 0.5) for h in hs]]
+    for cap in np.random.default_rng(1).uniform(1e-4, 1e-3, 40):
+        options = Options(betas=betas, max_scale=float(cap))
+        states, kept = run(options, steps)
+        S = np.array([state.s.sum() for state in states])
+        rests = (S[1:] >= cap * (1 - 1e-9)) & (S[:-1] >= cap * (1 - 1e-9))
+        assert rests.sum() > 50
+        assert abs(kept[1:][rests] - 1).max() < 1e-12
+
+
 @pytest.mark.parametrize("largest", [0.1, 0.4, 0.9, 1.0])
 @pytest.mark.parametrize("above", [True, False])
 def test_a_large_cosine_counts_against_a_scale_above_that_of_the_ramp(largest, above):
