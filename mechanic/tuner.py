@@ -192,7 +192,7 @@ def _default(options: Options, state: DefaultState, sums: Sums) -> tuple[Default
     tuned = xp.clip(uncapped, None, options.max_scale)
     s = tuned / count(state.beta) + 0 * state.beta
     if options.max_scale < math.inf:  # x follows what the cap has left, brake and growth included
-        left = xp.where(S < ROUNDED * options.max_scale, divide(tuned, S), 1.0)
+        left = xp.where(ROUNDED * options.max_scale > S, divide(tuned, S), 1.0)
         factor = xp.where(uncapped > options.max_scale, left, factor)
 
     # What is retained of Δ, and of what the tuner knows
