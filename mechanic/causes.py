@@ -47,7 +47,7 @@ STILL_GROWING = (
     "Train longer."
 )
 EDITED = (
-    "something else changes the weights after every step: a mask, a clamp, an average. The "
+    "something else changes the weights between steps: a mask, a clamp, an average. The "
     "displacement follows it, and a copy of the weights is kept for that. If it is not meant, look "
     "for what writes to them; in the step() of the optimizer that is tuned it needs no copy."
 )
@@ -118,9 +118,12 @@ def of_cap(cap: float, when: str) -> str:
     )
 
 
-def of_growth(growth: float, *, is_relative: bool) -> str:
+def of_growth(
+    growth: float, *, is_relative: bool, is_ramp: bool = False, has_signal: bool = True
+) -> str:
     """What is wrong with an lr in force that has grown so many times from its start; empty if
-    nothing is. A start that is relative to the weights tells how far a step moves them.
+    nothing is. A start that is relative to the weights tells how far a step moves them. A ramp that
+    has just begun anew has not grown yet, unless there is no signal any more.
 
     >>> of_growth(1000.0, is_relative=True)
     ''
@@ -134,6 +137,8 @@ def of_growth(growth: float, *, is_relative: bool) -> str:
             "lower bound (a wrong sign, maximize=True) and for inputs or targets that are not "
             "standardized; or cap the lr with max_scale."
         )
+    if is_ramp and (has_signal or growth >= _GROWN):
+        return STILL_GROWING
     return _NEVER_GREW if growth < _GROWN else ""
 
 

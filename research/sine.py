@@ -1,74 +1,63 @@
 """A short run on a plateau: a perceptron that learns sin(XW), with AdamW and a cosine.
 
-    python research/sine.py            # a minute on one core
+    python research/sine.py            # some three minutes on one core
 
 For 300 and 1,500 steps: the train loss at the end with each fixed learning rate, the mean of ten
 seeds, and the excess over the best of them for each seed of Mechanic, `preset="paper"` and Prodigy.
 """
 
+from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
+import held_out
 import torch
-from prodigyopt import Prodigy
-from torch import nn
-from torch.nn.functional import mse_loss
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.nn import functional as F  # noqa: N812
 
-from mechanic.bench.task import half_decades
-from mechanic.torch import mechanize
+from mechanic.bench.methods import METHODS
+from mechanic.bench.task import BuildSettings, Problem, Task, cosine, half_decades
+from mechanic.bench.train import train
 
 SEEDS, LENGTHS, RATES = range(10), (300, 1500), half_decades(-3, 0)
-METHODS = {
-    "Mechanic": lambda params: mechanize(AdamW(params, lr=1.0, weight_decay=0.0)),
-    "paper": lambda params: mechanize(AdamW(params, lr=1.0, weight_decay=0.0), preset="paper"),
-    "Prodigy": lambda params: Prodigy(params, lr=1.0),
-}
+COMPARED = ("mechanic", "mechanic-paper", "prodigy")
 
 
-def run(make, seed: int, steps: int) -> tuple[float, float]:  # type: ignore[no-untyped-def]
-    """The train loss before and after."""
-    torch.manual_seed(seed)
+def sine(steps: int, settings: BuildSettings) -> Problem:
+    torch.manual_seed(settings.seed)
     x = torch.randn(1024, 8)
     y = torch.sin(x @ torch.randn(8, 1))
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer: Optimizer = make(model.parameters())
-    schedule = CosineAnnealingLR(optimizer, T_max=steps)
+    model = held_out.layers(8, 32, 1)
+    draws = iter(lambda: torch.randint(len(x), (32,)), None)
+    pairs = ((x[index], y[index]) for index in draws)
+    problem = held_out.problem(
+        model, lambda p: F.mse_loss(model(p[0]), p[1]), pairs, {"train_loss": (x, y)}, cosine()
+    )
+    return replace(problem, steps=steps)
 
-    def loss() -> float:
-        with torch.no_grad():
-            return float(mse_loss(model(x), y))
 
-    before = loss()
-    for _ in range(steps):
-        chosen = torch.randint(len(x), (32,))
-        optimizer.zero_grad()
-        mse_loss(model(x[chosen]), y[chosen]).backward()
-        optimizer.step()
-        schedule.step()
-    return before, loss()
+def run(method: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
+    """The train loss before and after."""
+    task = Task("plateau", "sine", {"adamw": RATES}, partial(sine, steps), "train_loss", "", None)
+    settings = BuildSettings("short", seed, held_out.CPU, held_out.Data(None))
+    outcome = train(task, METHODS[method], "adamw", lr, settings)
+    return outcome.start_loss, outcome.metrics["train_loss"]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}\n")
     for steps in LENGTHS:
-        fixed = {
-            lr: [
-                run(lambda p, lr=lr: AdamW(p, lr=lr, weight_decay=0.0), seed, steps)
-                for seed in SEEDS
-            ]
-            for lr in RATES
-        }
+        fixed = {lr: [run("adamw", lr, seed, steps) for seed in SEEDS] for lr in RATES}
         means = {lr: fmean(after for _, after in runs) for lr, runs in fixed.items()}
         print(f"{steps} steps: " + ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in means.items()))
-        start = fmean(before for before, _ in next(iter(fixed.values())))
+        start = fmean(before for before, _ in fixed[RATES[0]])
         best = min(means.values())
-        for name, make in METHODS.items():
-            found = [100 * (run(make, s, steps)[1] - best) / (start - best) for s in SEEDS]
+        for method in COMPARED:
+            ends = [run(method, METHODS[method].lr, seed, steps)[1] for seed in SEEDS]
+            found = [100 * (end - best) / (start - best) for end in ends]
             lost = sum(value > 20 for value in found)
             each = ", ".join(f"{value:+.0f}" for value in found)
-            print(f"  {name}: {fmean(found):+.1f} ({each}), {lost} lost", flush=True)
+            print(f"  {method}: {fmean(found):+.1f} ({each}), {lost} lost", flush=True)
 
 
 if __name__ == "__main__":

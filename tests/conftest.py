@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,17 @@ if not torch.cuda.is_available():  # Triton's interpreter runs the kernels; aske
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# By day JAX's compiler, which takes most of the time of the tests with JAX, does less. At night it
+# does what it does for users. XLA ends the process at a flag that it does not know.
+JAXLIB = "0.10.2"
+QUICK_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    is_day = config.getoption("markexpr") == "not nightly"
+    if is_day and find_spec("jaxlib") and version("jaxlib") == JAXLIB:
+        os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     if torch.__version__ < (2, 13):  # whose own checkpoints and SequentialLR warn
         for text in ("TypedStorage is deprecated", "The epoch parameter in `scheduler.step"):
             config.addinivalue_line("filterwarnings", f"ignore:{text}:UserWarning")
@@ -65,6 +76,18 @@ def own_native_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """What is compiled is kept in a folder of the tests, and not in the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_steps(own_native_cache: None) -> Iterator[None]:
+    """The compiled step of a CPU where there is a C compiler: many steps take less time."""
+    # Not at the top, since it reads MECHANIC_NATIVE once.
+    from mechanic.torch.native import step as native_step
+    from mechanic.torch.native.build import find_compiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_step, "IS_ON", native_step.IS_ON or find_compiler() is not None)
         yield
 
 

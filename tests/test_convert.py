@@ -299,3 +299,24 @@ def test_another_tuner_or_model_is_refused_by_to_torch():
         convert.to_torch(mechanize(tx, preset="paper").init(params), optimizer)
     with pytest.raises(ValueError, match="3 arrays, and the optimizer 2 parameters"):
         convert.to_torch(mechanize(tx).init({**params, "z": jnp.ones(2)}), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: saved.pop("top"), r"incomplete: it lacks top\."),
+        (
+            lambda saved: saved.update(momentum=1.0),
+            r"another version of mechanic: it has momentum,",
+        ),
+        (lambda saved: saved.pop("preset"), r"incomplete: it lacks preset\."),
+    ],
+)
+def test_the_tuner_of_another_version_is_refused(change, message):
+    line, optimizer = trained(adamw, 2)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["mechanic"] = dict(group["mechanic"])
+    change(saved["param_groups"][0]["mechanic"])
+    with pytest.raises(ValueError, match=message):
+        convert.from_torch(saved, mechanize(optax.adamw(0.1)).init(line.in_jax()))

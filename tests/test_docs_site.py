@@ -57,6 +57,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path.resolve(): Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
+@pytest.mark.nightly
 def test_no_link_is_dead(pages: dict[Path, Page]) -> None:
     assert len(pages) > 20
     for path, page in pages.items():
@@ -70,6 +71,7 @@ def test_no_link_is_dead(pages: dict[Path, Page]) -> None:
                 assert name in pages[target].names, f"{path.name}: {link}"
 
 
+@pytest.mark.nightly
 def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         assert not [load for load in page.loads if "://" in load or load.startswith("//")], path

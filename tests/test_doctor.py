@@ -327,6 +327,26 @@ def test_a_healthy_tuner_says_so(name: str) -> None:
     assert said == f"healthy: nothing looks wrong, and the scale is {tuner(optimizer).scale:.3g}"
 
 
+def test_a_model_that_dies_in_its_ramp_is_not_growing() -> None:
+    weights = nn.Parameter(torch.ones(50))
+    optimizer = mechanize(SGD([weights], lr=1.0))
+    for step in range(60):
+        weights.grad = torch.full((50,), float(step < 2))
+        optimizer.step()
+    assert "the scale never grew" in tuner(optimizer).diagnose()
+
+
+def test_a_new_ramp_is_neither_without_gradients_nor_one_that_never_grew() -> None:
+    optimizer = fit(MAKE["AdamW"], steps=60)
+    added = nn.Parameter(torch.ones(400))
+    optimizer.add_param_group({"params": [added], "lr": 1.0})
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        param.grad = torch.ones_like(param)
+    for _ in range(3):
+        optimizer.step()
+        assert "the lr in force was still growing" in tuner(optimizer).diagnose()
+
+
 @pytest.mark.filterwarnings("ignore:mechanic. the last")
 @pytest.mark.parametrize(
     ("said", "settings"),

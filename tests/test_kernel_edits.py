@@ -1,4 +1,4 @@
-"""The kernels beside the plain path, where something else changes the weights after every step."""
+"""The kernels beside the plain path, where something else changes the weights between steps."""
 
 import pytest
 import torch

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from lion_pytorch import Lion
 from lockstep import (
     ANY,
     BASES,
@@ -54,6 +55,98 @@ def test_any_base(base):
     lock.run()
     lock.assert_same()
     lock.assert_known(False)
+
+
+def scales_at(base: str, factor: float) -> list[float]:
+    """The scales of steps on kernels whose gradients are multiplied with a factor."""
+    lock, scales = Lock(BARE[base], FEW), []
+    for _ in range(STEPS):
+        gradients = lock.gradients()
+        lock.give(gradients)
+        lock.plain.step()
+        for param in lock.fast.params:
+            param.grad.mul_(factor)
+        lock.fast.step()
+        scales.append(float(lock.fast.mechanism.scale))
+    assert lock.fast.ran_kernels(known=base in KNOWN)
+    assert int(lock.fast.mechanism.counts.read().skipped) == 0
+    return scales
+
+
+class Signs(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * param.grad.sign())
+
+
+BARE = {
+    "SGD": lambda p: SGD(p, lr=1.0),
+    "SGD-momentum": lambda p: SGD(p, lr=1.0, momentum=0.9),
+    "Lion": lambda p: Lion(p, lr=1.0),
+    "Any": lambda p: Signs(p, lr=1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "power"),
+    [
+        case(
+            base,
+            power,
+            name=f"{base}-2**{power}",
+            by_day=(base, power) in (("SGD", -100), ("Lion", 95), ("Any", -100)),
+        )
+        for base in BARE
+        for power in (-100, -66, -33, 50, 95)
+    ],
+)
+def test_a_loss_of_any_size(base, power):
+    """From 1e-30 to 4e28; the gradients' squares are beyond float32."""
+    factor = 2.0**power
+    grows = factor if base.startswith("SGD") else 1.0  # the update grows with the gradient
+    expected = scales_at(base, 1.0)
+    assert max(expected) > 20 * expected[0] > 0
+    assert [grows * scale for scale in scales_at(base, factor)] == pytest.approx(expected, rel=1e-3)
+
+
+def assert_same_course(lock: Lock) -> None:
+    """The two may store what they hold at units of their own."""
+    assert lock.fast.ran_kernels(known=True)
+    plain, fast = (float(side.mechanism.scale) for side in lock.sides)
+    assert fast == pytest.approx(plain, rel=1e-4)
+    for one, two in zip(lock.plain.params, lock.fast.params, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("power", [-100, -80])
+def test_a_first_gradient_that_is_tiny(power):
+    """The displacement is then stored beside a tiny unit, and its squares vanish in float32."""
+    lock = Lock(lambda p: SGD(p, lr=1.0), FEW)
+    lock.step([2.0**power * gradient for gradient in lock.gradients()])
+    lock.run(STEPS)
+    assert_same_course(lock)
+
+
+def test_a_large_displacement_that_rests():
+    """Its squares overflow in float32, although no gradient is read."""
+    lock = Lock(lambda p: SGD(p, lr=1.0), FEW)
+    lock.step([2.0**80 * gradient for gradient in lock.gradients()])
+    for _ in range(STEPS):
+        lock.step([None, 2.0**80 * lock.gradients()[1]])
+    assert_same_course(lock)
+
+
+def test_gradients_that_would_overflow_are_skipped():
+    lock = Lock(KNOWN["SGD"], FEW)
+    for factor in (3e34, 1.0, 1.0, 3e34, 1.0):
+        lock.give([factor * gradient for gradient in lock.gradients()])
+        lock.fast.step()
+        assert all(param.isfinite().all() for param in lock.fast.params)
+        assert all(displacement.isfinite().all() for displacement in lock.fast.displacements)
+    counts = lock.fast.mechanism.counts.read()
+    assert (int(counts.steps), int(counts.skipped)) == (3, 2)
 
 
 KEPT = {

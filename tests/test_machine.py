@@ -34,7 +34,7 @@ from model import Model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from mechanic.torch import mechanize, tuner
+from mechanic.torch import edits, mechanize, tuner
 from mechanic.torch.call import unhooked
 
 # The largest error of a weight beside |x_ref| + |S·Δ|, and of the scale beside itself.
@@ -427,7 +427,9 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     "examples", [12, pytest.param(2000, marks=pytest.mark.nightly)], ids="{} stories".format
 )
-def test_whatever_is_done_to_it(examples):
+def test_whatever_is_done_to_it(examples, monkeypatch):
+    # The model takes each edit of the weights for a single one; `test_edits.py` has the others.
+    monkeypatch.setattr(edits, "_ENOUGH", math.inf)
     Machine.seen.clear()
     gc.freeze()  # `detach` looks at all objects for schedulers; at all but those that were there
     try:

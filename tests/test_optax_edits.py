@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import case
 from optax.projections import projection_non_negative
 
 from mechanic.optax import mechanize, scale, scopes
@@ -42,8 +43,14 @@ def train(tx, project=lambda params: params, *, noise=0.3, dtype=jnp.float32, st
     return run((params, state))
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("place", ["projection", "chain", "freeze"])
+@pytest.mark.parametrize(
+    ("place", "base"),
+    [
+        case(place, base, name=f"{place}-{base}", by_day=i == j)
+        for i, place in enumerate(["projection", "chain", "freeze"])
+        for j, base in enumerate(BASES)
+    ],
+)
 def test_what_is_taken_back_does_not_move_the_scale(place, base):
     tx, project = mechanize(BASES[base](RATE), learning_rate=RATE, follow_edits=True), None
     if place == "projection":

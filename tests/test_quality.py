@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from mechanic.torch import mechanize, tuner
 
+pytestmark = pytest.mark.usefixtures("compiled_steps")
+
 with quality.STORED.open() as _file:
     STORED = {row["row"]: row for row in csv.DictReader(_file)}
 ROWS = {row.name: row for row in quality.rows()}

@@ -10,7 +10,9 @@ import pytest
 import recovery
 from cases import case
 
-BY_DAY = (("wrong-20", "adam"), ("cliff", "sgd"))
+pytestmark = pytest.mark.usefixtures("compiled_steps")
+
+BY_DAY = (("cliff", "sgd"),)
 
 
 @functools.cache

@@ -82,19 +82,17 @@ def tuner_in(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def check_tuners(own: MechanicState, saved: dict[str, Any]) -> None:
     """Refuse two tuners that are not of the same kind."""
+    from mechanic.torch.checkpoint import check_names
+
     numbers = own.numbers
-    rule = RULES.get(saved["preset"])
-    if rule is None or rule.state is not type(numbers.tuner):
+    preset: Any = saved.get("preset")
+    rule = RULES.get(preset)
+    if "preset" in saved and (rule is None or rule.state is not type(numbers.tuner)):
         raise ValueError(
-            f"torch has another tuner than the state: it was made with preset={saved['preset']!r}. "
-            f"Call mechanize(tx, preset={saved['preset']!r})."
+            f"torch has another tuner than the state: it was made with preset={preset!r}. "
+            f"Call mechanize(tx, preset={preset!r})."
         )
-    names = {*numbers.tuner._fields, *own.counts._fields, "lrs", "frozen"}
-    if missing := sorted(names - saved.keys()):
-        raise ValueError(
-            f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "
-            "It may be of another version of mechanic."
-        )
+    check_names(saved, type(numbers.tuner))
     betas = np.asarray(saved[BETA], numbers.scale.dtype)
     if not np.array_equal(betas, np.asarray(getattr(numbers.tuner, BETA, betas))):
         raise ValueError(

@@ -152,7 +152,7 @@ class Recorder:
 
 
 def _has_edits(mechanism: Any) -> bool:
-    """Whether someone else was found to change the weights after every step."""
+    """Whether someone else was found to change the weights between steps."""
     from mechanic.torch import edits
 
     return edits.are_followed(mechanism)

@@ -36,7 +36,7 @@ class History:
     had_gradients: bool = False
     """Whether a parameter had a gradient in the first step."""
     edited: bool = False
-    """Whether something else was found to change the weights after every step."""
+    """Whether something else was found to change the weights between steps."""
     rows: list[HistoryRow] = field(default_factory=list)
     """The steps that thinning keeps."""
     last: HistoryRow | None = None

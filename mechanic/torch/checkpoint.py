@@ -262,7 +262,7 @@ def check_tuner(mechanism: Mechanism, saved: dict[str, Any]) -> None:
             f"the checkpoint is of another tuner: it was made with {what}. Nothing was loaded. "
             f"Call mechanize(optimizer, {fix}) to go on from it."
         )
-    _check_names(saved, tuner.state_type(options)._fields)
+    check_names(saved, tuner.state_type(options))
     for name, value in saved.items():
         if kind := _what_is_wrong(name, value, options):
             raise ValueError(
@@ -279,8 +279,9 @@ def _check_is_dict(saved: Any) -> None:
         )
 
 
-def _check_names(saved: dict[str, Any], fields: tuple[str, ...]) -> None:
-    expected = {*_NO_NUMBERS, *fields, *BESIDE_STATE, *Counted._fields}
+def check_names(saved: dict[str, Any], kind: type[tuner.State]) -> None:
+    """Refuse a tuner that lacks a number, or has one of which nothing is known."""
+    expected = {*_NO_NUMBERS, *kind._fields, *BESIDE_STATE, *Counted._fields}
     if missing := sorted(expected - saved.keys()):
         raise ValueError(
             f"the checkpoint's tuner is incomplete: it lacks {', '.join(missing)}. "

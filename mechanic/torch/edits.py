@@ -1,10 +1,11 @@
-"""Weights that someone else changes after every step: a mask, a clamp, a norm that is put back.
+"""Weights that someone else changes between steps: a mask, a clamp, a norm that is put back.
 
 Δ would hold what such an edit takes back, and the scale would grow along a direction in which the
-weights do not move. So some weights are looked at between steps, now and then. When they were
-changed twice, all weights are compared with a copy from then on, and Δ follows the edits. A single
-edit, such as an EMA that is put in, changes no Δ, and no copy is made. Nor is it where another
-optimizer moves the same weights: its steps are for a loss of its own.
+weights do not move. So some weights are looked at between steps: in all of the first, and now and
+then; where an edit is found, in all that follow for a while. When another one is found meanwhile,
+all weights are compared with a copy from then on, and Δ follows the edits, until none is seen for
+as long. A single edit, such as an EMA that is put in, changes no Δ, and no copy is made. Nor is it
+where another optimizer moves the same weights: its steps are for a loss of its own.
 """
 
 import ctypes
@@ -27,10 +28,9 @@ from mechanic.torch.kernels.host import Question
 from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
 from mechanic.torch.sharding import here
 
-_FIRST = 64  # so many first steps are looked at, in which the scale grows fast, and later
+_ATTENTION = 256  # so many steps are looked at in the beginning and after an edit; of the others
 _PERIOD = 32  # one in so many
-_ENOUGH = 2  # looks that find an edit, of
-_RECENT = 4  # so many
+_ENOUGH = 2  # edits without so many steps between them
 _SAMPLE = 4096  # weights are looked at,
 _LEAST, _MOST = 8, 256  # of each tensor at least and at most so many
 _ROUNDING = 4.0  # units in the last place: what is added and taken off again is no edit
@@ -44,10 +44,12 @@ class _Watch:
         self.at: Any = -1
         """The tuner's count of steps after the last one. Replays of a CUDA graph and compiled steps
         move the weights and are not seen here."""
+        self.until = _ATTENTION
+        """All steps before this one are looked at"""
+        self.found = 0
+        """The edits that were found since that began"""
         self.sample: Tensor | None = None
         """Some weights after the last step, if they are to be looked at before the next"""
-        self.looks = [False] * _RECENT
-        """Whether an edit was found, in the last looks"""
         self.answer: Any = None
         """Where it is written whether a look has found an edit"""
         self.others: _Others | None = None
@@ -55,7 +57,7 @@ class _Watch:
         self.copies: dict[Tensor, Tensor] | None = None
         """All weights after the last step, if edits are followed"""
         self.has_seen: Any = False
-        """Whether an edit was found since copies were last thought about"""
+        """Whether the copies have shown an edit, since that was last asked"""
         self.is_over = False
         """Whether no more is looked for: another optimizer moves the weights"""
 
@@ -87,19 +89,23 @@ def note(call: Call) -> None:
     if watch.is_over:
         return
     watch.steps += 1
-    is_due = watch.steps % _PERIOD == 0
-    if (watch.copies is None and not is_due and watch.steps >= _FIRST) or not _can_look(call):
+    is_due, is_attentive = watch.steps % _PERIOD == 0, watch.steps < watch.until
+    if (watch.copies is None and not (is_due or is_attentive)) or not _can_look(call):
         return
     watch.at = call.mechanism.counts.read().steps.clone()
-    if watch.copies is None:
-        watch.sample = _take(call, watch.steps)
-        return
-    if is_due:
+    if watch.copies is not None and is_due:
         has_seen, watch.has_seen = bool(watch.has_seen), False
-        if not has_seen:
-            watch.copies, watch.looks = None, [False] * _RECENT
-            return
-    _copy(call.optimizer, watch)
+        if has_seen:
+            watch.until = watch.steps + _ATTENTION
+        elif not is_attentive:
+            watch.copies = None
+    if watch.copies is not None:
+        _copy(call.optimizer, watch)
+        return
+    if not is_attentive:
+        watch.found = 0
+        _listen_no_more(watch)
+    watch.sample = _take(call, watch.steps)
 
 
 def settle(optimizer: Any, mechanism: Mechanism) -> None:
@@ -115,7 +121,7 @@ def resume(mechanism: Mechanism, *, are_followed: bool) -> None:
     _listen_no_more(_watches.pop(mechanism, _Watch()))
     if are_followed:
         watch = _watches[mechanism] = _Watch()
-        watch.copies, watch.has_seen = {}, True
+        watch.copies = {}
 
 
 def are_followed(mechanism: Mechanism) -> bool:
@@ -177,19 +183,20 @@ def _look(call: Call, watch: _Watch) -> None:
     if now is None or sample is None or now.shape != sample.shape or now.dtype != sample.dtype:
         return
     is_other = _are_other(now, sample).any() & (call.mechanism.counts.read().steps == watch.at)
-    watch.looks = [*watch.looks[1:], _is_so(watch, is_other)]
+    if _is_so(watch, is_other):
+        watch.found, watch.until = watch.found + 1, watch.steps + _ATTENTION
     watch.is_over = watch.others is not None and watch.others.have_stepped
-    is_found = not watch.is_over and sum(watch.looks) >= _ENOUGH
-    if watch.is_over or is_found or not any(watch.looks):
+    is_followed = not watch.is_over and watch.found >= _ENOUGH
+    if watch.is_over or is_followed:
         _listen_no_more(watch)
-    elif watch.others is None:
+    elif watch.found and watch.others is None:
         watch.others = _Others(call.optimizer)
-    if is_found:
+    if is_followed:
         # What was taken back until now is in Δ, no one knows where.
         with torch.no_grad():
             for _, _, stored in _displaced(call.optimizer):
                 stored.zero_()
-        watch.copies, watch.has_seen = {}, True
+        watch.copies, watch.found = {}, 0
         _forget_arrivals(call)
 
 

@@ -246,7 +246,7 @@ def _causes(mechanism: Mechanism) -> Iterator[str]:
             yield causes.NO_STEP
         elif steps:
             yield causes.ZERO_LR
-    elif updates > 1 and not had_signal(state):
+    elif updates > 1 and not (had_signal(state) or numbers.signal):
         yield causes.ZERO_GRADIENT
     elif skips.are_few_left and not is_skipped:
         yield causes.too_few(steps)
@@ -256,8 +256,6 @@ def _causes(mechanism: Mechanism) -> Iterator[str]:
         yield causes.of_cap(options.max_scale, ", and is there now")
     elif said := _of_growth(options, numbers):
         yield said
-    elif isinstance(state, DefaultState) and not state.hesitation:
-        yield causes.STILL_GROWING
 
 
 def _of_growth(options: Options, numbers: Numbers) -> str:
@@ -267,7 +265,13 @@ def _of_growth(options: Options, numbers: Numbers) -> str:
     sums = sums._replace(x1=numbers.reference_square, d=numbers.size)
     first, _ = start(options, numbers.state, sums)
     growth = float(numbers.scale) / (float(first) or 1.0)
-    return causes.of_growth(growth, is_relative=options.s_init == "relative")
+    is_ramp = isinstance(numbers.state, DefaultState) and not numbers.state.hesitation
+    return causes.of_growth(
+        growth,
+        is_relative=options.s_init == "relative",
+        is_ramp=is_ramp,
+        has_signal=bool(numbers.signal),
+    )
 
 
 def _at_one_place(tensors: list[Tensor]) -> list[Tensor]:

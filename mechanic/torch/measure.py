@@ -16,7 +16,7 @@ from mechanic.torch.base import Proposal
 from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import StepRates
 from mechanic.torch.mechanism import DISPLACEMENT
-from mechanic.torch.rates import Rate, as_factor
+from mechanic.torch.rates import Rate, as_factor, proportional_lr
 from mechanic.torch.scalars import Numbers, can_look, can_wait, scalar_dtype
 from mechanic.torch.sharding import Ranks
 from mechanic.torch.vectors import Batch
@@ -26,7 +26,10 @@ FARTHEST = 1e36
 
 # Sums within these bounds are right in float32: no square in them that matters has vanished, and
 # none has become infinite.
-_LEAST, _MOST = 1e-30, 1e30
+LEAST, MOST = 1e-30, 1e30
+TOO_LARGE = (FARTHEST / proportional_lr(half=False)) ** 2
+"""A square of gradients from which on an update may overflow, at the lr that bases are run at. The
+kernels take such gradients for infinite."""
 
 
 _has_infinite: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -92,7 +95,7 @@ def _looked_at(ready: Ready, take: Callable[[bool], tuple[Tensor, ...]]) -> tupl
     """Sums in the dtype that is computed in, and once more in float64 where float32 may be too
     narrow for them. On a GPU, where looking would mean to wait, they stay as they are."""
     sums = take(False)
-    if not can_look(ready.home) or all(_LEAST < abs(float(own)) < _MOST for own in sums):
+    if not can_look(ready.home) or all(LEAST < abs(float(own)) < MOST for own in sums):
         return sums
     return take(True)
 
@@ -323,7 +326,7 @@ def is_extreme(ready: Ready, parts: Parts) -> bool:
     if not can_look(ready.home) or not isinstance(parts.gg, Tensor):
         return False
     gg = float(parts.gg)
-    return gg > 0 and not _LEAST < gg < _MOST
+    return gg > 0 and not LEAST < gg < MOST
 
 
 def has_extremes(optimizer: Any, home: torch.device) -> bool:
@@ -346,7 +349,7 @@ def _is_huge(value: Tensor) -> bool:
     is_plain = type(value) in sharding.PLAIN and value.device.type == "cpu"
     if not is_plain or value.is_sparse or not value.is_floating_point() or not value.numel():
         return False
-    return not float(value.abs().max()) < _MOST
+    return not float(value.abs().max()) < MOST
 
 
 def _update_square(ready: Ready, proposal: Proposal, exact: bool) -> Tensor:

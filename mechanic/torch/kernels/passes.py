@@ -2,7 +2,8 @@
 
 Where a tensor lies is a number in a table; a chunk of it is a row of `chunks`: the tensor's place
 in the table, and which chunk of it. `layout.py` makes both. Arithmetic is in float32 whatever the
-tensors are, sums over chunks in float64, always in the same order.
+tensors are, sums over chunks in float64, always in the same order. A chunk whose squares are too
+small or too large for float32 is summed up again in float64.
 """
 
 import triton
@@ -38,11 +39,13 @@ from mechanic.torch.kernels.columns import (
     X,
 )
 from mechanic.torch.kernels.formulas import propose
+from mechanic.torch.measure import LEAST, MOST, TOO_LARGE
 
 CHUNK = 32768
 """The elements that one program sums up"""
 BLOCK = 1024
 """The elements that one program updates"""
+_LEAST, _MOST, _TOO_LARGE = map(tl.constexpr, (LEAST, MOST, TOO_LARGE))
 
 
 @triton.jit
@@ -149,18 +152,46 @@ def _narrowed(point, place, step_number, DTYPE: tl.constexpr, LATER: tl.constexp
 @triton.jit
 def _sum_block(
     x, grad, delta, index, count, read, dg, dd, gg, dx, xx,
-    WITH_X: tl.constexpr, MASKED: tl.constexpr,
+    TYPE: tl.constexpr, WITH_X: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    gradient = _load(grad, index, read, MASKED)
-    displacement = _load(delta, index, count, MASKED)
+    gradient = _load(grad, index, read, MASKED).to(TYPE)
+    displacement = _load(delta, index, count, MASKED).to(TYPE)
     dg += displacement * gradient
     dd += displacement * displacement
     gg += gradient * gradient
     if WITH_X:
-        point = _load(x, index, count, MASKED)
+        point = _load(x, index, count, MASKED).to(TYPE)
         dx += displacement * point
         xx += point * point
     return dg, dd, gg, dx, xx
+
+
+@triton.jit
+def _summed(sums):
+    return tl.sum(sums, 0).to(tl.float64)
+
+
+@triton.jit
+def _sum_chunk(
+    x, grad, delta, count, read,
+    TYPE: tl.constexpr, WITH_X: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    dg = tl.zeros((BLOCK,), TYPE)
+    dd, gg, dx, xx = dg, dg, dg, dg
+    if read == CHUNK:
+        for begin in tl.range(0, CHUNK, BLOCK):
+            dg, dd, gg, dx, xx = _sum_block(
+                x, grad, delta, begin + lane, count, read, dg, dd, gg, dx, xx, TYPE, WITH_X, False,
+            )  # fmt: skip
+    else:
+        begin = 0
+        while begin < count:
+            dg, dd, gg, dx, xx = _sum_block(
+                x, grad, delta, begin + lane, count, read, dg, dd, gg, dx, xx, TYPE, WITH_X, True,
+            )  # fmt: skip
+            begin += BLOCK
+    return _summed(dg), _summed(dd), _summed(gg), _summed(dx), _summed(xx)
 
 
 @triton.jit(do_not_specialize=["total", "address"])
@@ -183,38 +214,31 @@ def sum_up(
     is_idle = address == 0
     read = tl.where(is_idle, 0, count)
 
-    lane = tl.arange(0, BLOCK)
-    dg = tl.zeros((BLOCK,), tl.float32)
-    dd, gg, dx, xx = dg, dg, dg, dg
-    if read == CHUNK:
-        for begin in tl.range(0, CHUNK, BLOCK):
-            dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, begin + lane, count, read, dg, dd, gg, dx, xx, WITH_X, False,
-            )  # fmt: skip
-    else:
-        begin = 0
-        while begin < count:
-            dg, dd, gg, dx, xx = _sum_block(
-                x, gradient, delta, begin + lane, count, read, dg, dd, gg, dx, xx, WITH_X, True,
-            )  # fmt: skip
-            begin += BLOCK
-
+    dg, dd, gg, dx, xx = _sum_chunk(
+        x, gradient, delta, count, read, tl.float32, WITH_X, CHUNK, BLOCK,
+    )  # fmt: skip
     settings = groups + tl.load(table + tensor * COLUMNS + GROUP) * SETTINGS
     is_live = tl.load(settings + LR) != 0.0
+    is_small = is_live & (read > 0) & ((gg < _LEAST) | (dd < _LEAST))
+    if is_small | (gg > _MOST) | (dd > _MOST):
+        dg, dd, gg, dx, xx = _sum_chunk(
+            x, gradient, delta, count, read, tl.float64, WITH_X, CHUNK, BLOCK,
+        )  # fmt: skip
+    dg = tl.where(is_live & (gg >= _TOO_LARGE), float("inf"), dg)
     is_elsewhere = tl.load(table + tensor * COLUMNS + COUNTS) == 0
     # no part in h at an lr of 0 or where another process counts it, but a NaN must still show
     weight = tl.load(settings + SIGN) * tl.where(is_live, 1.0, 0.0)
     weight = tl.where(is_elsewhere, 0.0, weight)
     partials += program
-    tl.store(partials + DG * total, tl.sum(dg, 0).to(tl.float64) * weight)
-    tl.store(partials + DD * total, tl.where(is_elsewhere, 0.0, tl.sum(dd, 0)).to(tl.float64))
-    square = tl.where(is_elsewhere, 0.0, tl.sum(gg, 0)).to(tl.float64)
+    tl.store(partials + DG * total, dg * weight)
+    tl.store(partials + DD * total, tl.where(is_elsewhere, 0.0, dd))
+    square = tl.where(is_elsewhere, 0.0, gg)
     tl.store(partials + ALL_GG * total, square)
     tl.store(partials + GG * total, tl.where(is_live, square, 0.0))
     if WITH_X:
         is_left_out = is_idle | is_elsewhere
-        tl.store(partials + DX * total, tl.where(is_left_out, 0.0, tl.sum(dx, 0)).to(tl.float64))
-        tl.store(partials + XX * total, tl.where(is_left_out, 0.0, tl.sum(xx, 0)).to(tl.float64))
+        tl.store(partials + DX * total, tl.where(is_left_out, 0.0, dx))
+        tl.store(partials + XX * total, tl.where(is_left_out, 0.0, xx))
 
 
 @triton.jit
@@ -343,14 +367,14 @@ def square_proposals(
     x = _at(table, tensor, X, offset, X_TYPE, ALIGNED)
     group = tl.load(table + tensor * COLUMNS + GROUP)
     coefficients += group * COEFFICIENTS
-    squares = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float64)
     if BASE == "any":
         copy = _in_copy(copy, table, tensor, offset)
         begin = 0
         while begin < count:
             index = begin + tl.arange(0, BLOCK)
             point = _load(x, index, count, True)
-            proposal = _of_finite(point, _load(copy, index, count, True) - point)
+            proposal = _of_finite(point, _load(copy, index, count, True) - point).to(tl.float64)
             squares += proposal * proposal
             begin += BLOCK
     else:
@@ -364,10 +388,11 @@ def square_proposals(
                 x, grad, first, second, index, count, bias_1, bias_2, coefficients,
                 BASE, SLOTS, True,
             )  # fmt: skip
-            squares += tl.where(index < count, proposal * proposal, 0.0)
+            proposal = tl.where(index < count, proposal, 0.0).to(tl.float64)
+            squares += proposal * proposal
             begin += BLOCK
     unit = tl.load(groups + group * SETTINGS + UNIT)
-    tl.store(partials, tl.sum(squares, 0).to(tl.float64) * unit * unit)
+    tl.store(partials, tl.sum(squares, 0) * unit * unit)
 
 
 @triton.jit
