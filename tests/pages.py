@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RANKS = Path(__file__).with_name("ranks")
 NUMBER = re.compile(r"((?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 FACTOR = 3
 
@@ -62,7 +63,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
 def run_shell(block: Block, folder: Path) -> None:
     """Run a block in a shell that finds this Python and its commands first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS)}
     command = ["bash", "-euc", block.code]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

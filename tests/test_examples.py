@@ -1,12 +1,13 @@
 """The scripts of examples/ that use the library do what their first lines say."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pages import ROOT, is_like
+from pages import RANKS, ROOT, is_like
 
 pytestmark = pytest.mark.nightly
 
@@ -15,7 +16,8 @@ EXAMPLES = ROOT / "examples"
 
 def printed(folder: Path, *command: str) -> str:
     words = [sys.executable, *command]
-    run = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(RANKS)}
+    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
