@@ -12,7 +12,7 @@ import torch
 
 from mechanic.bench.data import Data
 
-collect_ignore = ["site"]  # of other processes
+collect_ignore = ["ranks", "site"]  # of other processes
 collect_ignore_glob = [] if find_spec("triton") else ["test_kernel*"]
 
 # Each worker of pytest-xdist takes a whole file, and then the next one. With these first, which
