@@ -1,6 +1,7 @@
 """One report of all runs of `mechanic bench` that are kept in `results/`.
 
     python benchmarks/report.py                                          # seconds: nothing trains
+    python benchmarks/report.py --readme                                 # the table of the README
     python benchmarks/report.py --output benchmarks/results/report.md    # as it is committed
     python benchmarks/report.py --default FILE.csv    # other runs in place of the default preset's
 
@@ -9,7 +10,8 @@ presets, and `default` the runs of the default preset. All are scored as `mechan
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -19,6 +21,7 @@ try:
     from mechanic.bench.report.text import read_runs
     from mechanic.bench.score import (
         Comparison,
+        Result,
         ScoreRow,
         compare,
         duels,
@@ -27,13 +30,26 @@ try:
         summarize,
     )
 except ModuleNotFoundError as error:
-    fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+    fix = 'pip install ".[torch,bench]" in a clone of Mechanic'
     raise SystemExit(f"benchmarks/report.py needs {error.name}: {fix}") from None
 
 RESULTS = Path(__file__).with_name("results")
 FOLDERS = ("convex_cpu", "short_h200", "dropout_scaling_h200")
 TYPED = (1e-4, 1.0, 1e4)
 FEW_PERCENT = 2.0
+README_METHODS = {
+    "mechanic": "Mechanic",
+    "prodigy": "Prodigy",
+    "dadaptation": "D-Adaptation",
+    "schedulefree-adamw": "Schedule-Free AdamW",
+    "mechanic-pytorch": "mechanic-pytorch",
+}
+README_ROWS = {
+    ("resnet18-cifar10", "sgd"): "ResNet-18 on CIFAR-10, SGD",
+    ("gpt-novels", "adamw"): "GPT on novels, AdamW",
+    ("bert-novels", "adamw"): "BERT on novels, AdamW",
+    ("minilm-sst2", "adamw"): "MiniLM fine-tuned on SST-2, AdamW",
+}
 INTRODUCTION = f"""\
 # What `mechanic bench` measured
 
@@ -132,13 +148,55 @@ def at_each_lr(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if all((run.task, run.base, run.seed, lr) in seen for lr in TYPED)]
 
 
+def beside_peers(others: Sequence[Run], ours: Sequence[Run]) -> Comparison:
+    """The default preset and the others on the tasks that the peers ran on."""
+    with_peers = {run.task for run in others if run.kind == "peer"}
+    return scored(
+        run for run in (*others, *(own for own in ours if own.lr == 1.0)) if run.task in with_peers
+    )
+
+
+def readme_table(compared: Comparison) -> str:
+    """The table of the README."""
+    results = {
+        (row.task, row.base, result.method.label): result
+        for row in compared.scored
+        for result in row.results
+    }
+    means = {one.method.label: one for one in summarize(compared)}
+    convex = {name: means[name].by_suite["convex"] for name in README_METHODS}
+    lines = [
+        (name, *in_bold({m: readme_cell(results[(*row, m)]) for m in README_METHODS}))
+        for row, name in README_ROWS.items()
+    ]
+    convex_cells = {name: (mean, f"{mean:+.1f} %") for name, mean in convex.items()}
+    lost = {name: (means[name].lost, means[name].lost_of_runs) for name in README_METHODS}
+    lines += [
+        ("12 logistic regressions, three optimizers", *in_bold(convex_cells)),
+        ("lost runs, all tasks of the comparison", *in_bold(lost)),
+    ]
+    return table(("task", *README_METHODS.values()), lines)
+
+
+def readme_cell(result: Result) -> tuple[float, str]:
+    """What a cell of the README is compared by, and its text."""
+    if result.trouble:
+        return math.inf, f"{len(result.lost)} lost"
+    return result.counted, words.excess_text(result).removeprefix("≈ ")
+
+
+def in_bold(cells: Mapping[str, tuple[float, str]]) -> Iterator[str]:
+    best = min(value for value, _ in cells.values())
+    return (f"**{text}**" if value == best else text for value, text in cells.values())
+
+
 def report(others: Sequence[Run], ours: Sequence[Run]) -> str:
     at_one = [run for run in ours if run.lr == 1.0]
     sweeps = [run for run in others if run.kind == "sweep"]
     with_peers = {run.task for run in others if run.kind == "peer"}
     everything = scored([*others, *at_one])
     default = scored([*sweeps, *at_one])
-    compared = scored(run for run in (*others, *at_one) if run.task in with_peers)
+    compared = beside_peers(others, ours)
     ranked = scored(
         run
         for run in (*(other for other in others if other.kind != "mechanic"), *at_one)
@@ -190,11 +248,15 @@ def report(others: Sequence[Run], ours: Sequence[Run]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--default", type=Path, help="runs of another rule, as in runs.csv")
+    parser.add_argument("--readme", action="store_true", help="the table of the README alone")
     parser.add_argument("--output", type=Path, help="write the report there, not to the terminal")
     options = parser.parse_args()
     others = [run for folder in FOLDERS for run in read_runs(RESULTS / folder / "runs.csv")]
     ours = read_runs(options.default or RESULTS / "default" / "runs.csv")
-    text = report(others, ours)
+    if options.readme:
+        text = readme_table(beside_peers(others, ours)) + "\n"
+    else:
+        text = report(others, ours)
     if options.output:
         options.output.write_text(text, encoding="utf-8")
     else:

@@ -57,7 +57,7 @@ def _check_packages(options: argparse.Namespace) -> None:
         "plot": ("matplotlib",),
     }.get(options.command, ("torch", "numpy", "optuna", "rich", "sklearn", "matplotlib", "plotly"))
     if absent := [package for package in needed if importlib.util.find_spec(package) is None]:
-        bench = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+        bench = 'pip install ".[torch,bench]" in a clone of Mechanic'
         fix = "pip install matplotlib" if options.command == "plot" else bench
         raise ValueError(f"it needs {', '.join(absent)}: {fix}")
 

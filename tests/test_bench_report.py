@@ -58,7 +58,7 @@ def test_the_script_of_the_committed_runs_says_what_it_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", hiding], capture_output=True, text=True)
     assert done.returncode == 1
-    fix = 'pip install ".[torch,bench]" in a checkout of Mechanic'
+    fix = 'pip install ".[torch,bench]" in a clone of Mechanic'
     assert done.stderr == f"benchmarks/report.py needs matplotlib: {fix}\n"
 
 

@@ -190,6 +190,34 @@ def test_a_single_edit_and_a_swap_change_no_displacement(monkeypatch):
         assert not are_followed(optimizer._mechanic)
 
 
+@pytest.mark.parametrize("edited", [10, 300])
+def test_of_many_tensors_some_are_looked_at_in_each_step(edited, monkeypatch):
+    """A look costs no more where there are more tensors, and an edit of a few is found too."""
+    taken = []
+    as_strided = torch.Tensor.as_strided
+
+    def counted(*args, **kwargs):
+        taken.append(args[0])
+        return as_strided(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "as_strided", counted)
+    draw = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.ones(16)) for _ in range(300)]
+    optimizer = mechanize(AdamW(params, lr=1.0))
+    steps = 0
+    while steps < 100 and not are_followed(optimizer._mechanic):
+        for param in params:
+            param.grad = param.detach() - 2 + torch.randn(16, generator=draw)
+        taken.clear()
+        optimizer.step()
+        steps += 1
+        assert len(taken) <= 2 * edits._TENSORS
+        with torch.no_grad():
+            for param in params[-edited:]:
+                param[::3] = 0
+    assert steps < (6 if edited == 300 else 50)
+
+
 def test_edits_that_begin_late_are_found_and_those_that_end_are_forgotten(monkeypatch):
     def mask(step, weights):
         if 400 <= step < 600:

@@ -114,7 +114,7 @@ def test_methods_are_those_that_there_are_in_optax(monkeypatch: pytest.MonkeyPat
         METHODS["optax-prodigy"].build(in_torch(BuildSettings("smoke", 0, CPU, Data())), "", 1.0)
     monkeypatch.setitem(sys.modules, "optax", None)
     (task,) = SUITES["jax"](Data())
-    assert task.missing == 'optax is not installed: pip install ".[optax]" in a checkout.'
+    assert task.missing == 'optax is not installed: pip install ".[optax]" in a clone.'
 
 
 def test_a_device_that_jax_has_not() -> None:

@@ -32,7 +32,8 @@ _ATTENTION = 256  # so many steps are looked at in the beginning and after an ed
 _PERIOD = 32  # one in so many
 _ENOUGH = 2  # edits without so many steps between them
 _SAMPLE = 4096  # weights are looked at,
-_LEAST, _MOST = 8, 256  # of each tensor at least and at most so many
+_TENSORS = 64  # of so many tensors, others in each look: more would cost a step of a GPU its time,
+_MOST = 256  # and so many of each at most
 _ROUNDING = 4.0  # units in the last place: what is added and taken off again is no edit
 
 
@@ -143,30 +144,34 @@ def _can_look(call: Call) -> bool:
     )
 
 
-def _displaced(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The parameters that have a displacement, their local part, and that of the displacement."""
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            stored = optimizer.state.get(param, {}).get(DISPLACEMENT)
-            if stored is not None and param.numel():
-                found.append((param, vectors.real(here(param.detach())), here(stored)))
-    return found
+def _displaced(optimizer: Any) -> list[Tensor]:
+    """The parameters that have a displacement."""
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if DISPLACEMENT in optimizer.state.get(param, {}) and param.numel()
+    ]
+
+
+def _own_part(param: Tensor) -> Tensor:
+    """The part of a parameter that this process holds, as real numbers."""
+    return vectors.real(here(param.detach()))
 
 
 def _take(call: Call, step: int) -> Tensor | None:
     """Some weights, which are others in each look; None where there are none."""
-    rows = _displaced(call.optimizer)
-    many = min(max(_SAMPLE // max(len(rows), 1), _LEAST), _MOST)
+    params = [param for param in _displaced(call.optimizer) if param.device.type != "meta"]
+    any_number = (step * 2654435761) >> 9  # one that goes up with the step may miss every second
+    if len(params) > _TENSORS:
+        first = any_number % len(params)
+        params = (params[first:] + params[:first])[:_TENSORS]
+    many = min(_SAMPLE // max(len(params), 1), _MOST)
     pieces = []
-    for _, part, _ in rows:
-        if part.device.type == "meta":
-            continue
-        flat = _in_memory_order(part)
-        stride = max(part.numel() // many, 1)
-        size = min(many, part.numel() // stride)
-        # Any place within the stride: one that goes up with the step may miss every second column.
-        begin = flat.storage_offset() + ((step * 2654435761) >> 9) % stride
+    for flat in map(_in_memory_order, map(_own_part, params)):
+        stride = max(flat.numel() // many, 1)
+        size = min(many, flat.numel() // stride)
+        begin = flat.storage_offset() + any_number % stride
         pieces.append(flat.as_strided((size,), (stride,), begin).to(call.mechanism.home))
     return torch.cat(pieces) if pieces else None
 
@@ -194,8 +199,8 @@ def _look(call: Call, watch: _Watch) -> None:
     if is_followed:
         # What was taken back until now is in Δ, no one knows where.
         with torch.no_grad():
-            for _, _, stored in _displaced(call.optimizer):
-                stored.zero_()
+            for param in _displaced(call.optimizer):
+                here(call.optimizer.state[param][DISPLACEMENT]).zero_()
         watch.copies, watch.found = {}, 0
         _forget_arrivals(call)
 
@@ -272,7 +277,7 @@ def _listen_no_more(watch: _Watch) -> None:
 
 
 def _copy(optimizer: Any, watch: _Watch) -> None:
-    watch.copies = {param: part.clone() for param, part, _ in _displaced(optimizer)}
+    watch.copies = {param: _own_part(param).clone() for param in _displaced(optimizer)}
 
 
 def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
@@ -285,7 +290,8 @@ def _follow(optimizer: Any, mechanism: Mechanism, watch: _Watch) -> None:
     per_step = torch.where(is_known, 1 / length, 0.0)
     found = []
     with torch.no_grad():
-        for param, part, stored in _displaced(optimizer):
+        for param in _displaced(optimizer):
+            part, stored = _own_part(param), here(optimizer.state[param][DISPLACEMENT])
             copy = copies.get(param)
             if copy is None or (copy.shape, copy.device) != (part.shape, part.device):
                 continue

@@ -27,7 +27,7 @@ def tasks(data: Data) -> list[Task]:
     """One model on the chosen corpus."""
     name = data.corpus_name()
     missing = (
-        not_installed("optax") and 'optax is not installed: pip install ".[optax]" in a checkout.'
+        not_installed("optax") and 'optax is not installed: pip install ".[optax]" in a clone.'
     )
     return [
         Task(
