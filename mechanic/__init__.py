@@ -12,3 +12,4 @@ from mechanic.options import Options, Preset
 __all__ = ["Options", "Preset", "__version__"]
 
 __version__ = "0.1.0"
+"""The version of this package, which follows Semantic Versioning."""

@@ -11,6 +11,7 @@ REST = "rest"
 
 Scope = Literal["all", "group", "tensor"] | tuple[tuple[str, str], ...]
 Preset = Literal["default", "paper", "mechanic-pytorch", "optax"]
+"""The name of a rule, as a type for annotations."""
 
 # Algorithm 1, line 1: β = (0.9, 0.99, ..., 0.999999).
 PAPER_BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
@@ -36,12 +37,17 @@ _PRESETS: dict[Preset, _Values] = {
 class Options:
     """Options of the tuner. `None` stands for the value of the preset.
 
-    >>> Options(preset="paper").s_init
-    1e-08
-    >>> Options(s_decay=-1.0)
-    Traceback (most recent call last):
-        ...
-    ValueError: s_decay must be a finite number of at least 0, got -1.0. Use 0.01 for ...
+    Raises:
+        ValueError: if a value is out of range, with the range and what to use.
+
+    Examples:
+        >>> from mechanic import Options
+        >>> Options(preset="paper").s_init
+        1e-08
+        >>> Options(s_decay=-1.0)
+        Traceback (most recent call last):
+            ...
+        ValueError: s_decay must be a finite number of at least 0, got -1.0. Use 0.01 for ...
     """
 
     preset: Preset = "default"

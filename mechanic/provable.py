@@ -16,7 +16,19 @@ class State(NamedTuple):
 
 
 def init(zero: Array) -> State:
-    """Algorithm 2, line 2. `zero` is a zero of any library, of any shape."""
+    """Algorithm 2, line 2.
+
+    Args:
+        zero: a zero of any library, of any shape.
+
+    Returns:
+        The state before the first step, whose scale is 0.
+
+    Examples:
+        >>> from mechanic import provable
+        >>> provable.init(0.0)
+        State(v=0.0, r=0.0, q=0.0, m=0.0, s=0.0)
+    """
     return State(v=zero, r=zero, q=zero, m=zero, s=zero)
 
 
@@ -25,12 +37,26 @@ def update(state: State, h: Array, *, wealth: float, beta: float = 1.0) -> State
 
     Read as its proof reads: with |h| in m, s_t in r, and the bet's clip on −q.
 
-    >>> import numpy as np
-    >>> state = init(np.float64(0))
-    >>> for h in (-1.0, -1.0, -1.0):
-    ...     state = update(state, np.float64(h), wealth=1.0)
-    >>> round(float(state.s), 3)
-    0.4
+    Args:
+        state: what `init` or the step before returned.
+        h: ⟨Δ, g⟩, the derivative of the loss along Δ.
+        wealth: the paper's W_init, which the first bets are made from.
+        beta: the discount of the past; 1 forgets nothing.
+
+    Returns:
+        The next state, with the scale to play in `s`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mechanic import provable
+        >>> state = provable.init(np.float64(0))
+        >>> for h in (-1.0, -1.0, -1.0):  # along Δ the loss falls, so the scale grows
+        ...     state = provable.update(state, np.float64(h), wealth=1.0)
+        >>> round(float(state.s), 3)
+        0.4
+
+    References:
+        Cutkosky, Defazio and Mehta, "Mechanic: A Learning Rate Tuner", 2023, Theorem 2.
     """
     xp = namespace(h)
     m = maximum(beta * state.m, abs(h))  # line 6

@@ -59,6 +59,13 @@ class Sums(NamedTuple):
 
     `dg` and `gg` are over the groups whose lr is not 0, `dx` and `xx` over all parameters that have
     a gradient, and `dd` over those without one, too.
+
+    Examples:
+        >>> import numpy as np
+        >>> delta, g = np.array([-1.0, -2.0]), np.array([1.0, 1.0])
+        >>> sums = Sums(delta @ g, dx=0, gg=g @ g, xx=0, x1=0, d=g.size, dd=delta @ delta, uu=0)
+        >>> float(sums.dg), float(sums.gg), float(sums.dd)
+        (-3.0, 2.0, 5.0)
     """
 
     dg: Array
@@ -131,7 +138,14 @@ PER_BETA = ("beta", "m", "v", "r", "s")
 
 
 def init(options: Options, beta: Array) -> State:
-    """Algorithm 1, lines 2 to 4. `beta` is `options.betas` as an array of any library."""
+    """Algorithm 1, lines 2 to 4. `beta` is `options.betas` as an array of any library.
+
+    Examples:
+        >>> import numpy as np
+        >>> state = init(Options(preset="optax"), np.array([0.9, 0.99]))
+        >>> type(state).__name__, state.s.tolist()
+        ('PaperState', [1e-06, 1e-06])
+    """
     zero = 0.0 * beta
     none = total(zero)
     kind = state_type(options)
@@ -151,13 +165,17 @@ def state_type(options: Options) -> type[State]:
 def update(options: Options, state: State, sums: Sums) -> tuple[State, Array]:
     """One step of the rule that `options.preset` names, and the cap.
 
-    >>> import numpy as np
-    >>> options = Options(preset="paper", betas=(0.9,), s_decay=0.0)
-    >>> state = init(options, np.array(options.betas))
-    >>> for dg in (0.0, -2.0, -2.0):  # along Δ the loss falls, so the scale grows
-    ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 0, 0))))
-    >>> round(float(state.s.sum() / options.s_init), 3)
-    1.487
+    Returns:
+        The next state, and how much of Δ is retained.
+
+    Examples:
+        >>> import numpy as np
+        >>> options = Options(preset="paper", betas=(0.9,), s_decay=0.0)
+        >>> state = init(options, np.array(options.betas))
+        >>> for dg in (0.0, -2.0, -2.0):  # along Δ the loss falls, so the scale grows
+        ...     state, _ = update(options, state, Sums(*map(np.float64, (dg, 0, 1, 1, 1, 1, 0, 0))))
+        >>> round(float(state.s.sum() / options.s_init), 3)
+        1.487
     """
     state, retained = RULES[options.preset].update(options, state, sums)
     # Where nothing is retained D is ‖Δ_t‖ all the same: parameters that rest keep their Δ, and
@@ -412,7 +430,14 @@ def _signal(options: Options, weight: Array, sums: Sums) -> Array:
 
 
 def scale_of(state: State) -> Array:
-    """The scale S of the next parameters."""
+    """The scale S of the next parameters.
+
+    Examples:
+        >>> import numpy as np
+        >>> state = init(Options(preset="optax", s_init=0.25), np.array([0.9, 0.99]))
+        >>> float(scale_of(state))
+        0.5
+    """
     return total(state.s)
 
 

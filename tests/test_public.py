@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,7 +18,10 @@ import mechanic.torch
 from mechanic import Options, cli
 from mechanic.integrations import metrics
 
-PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text("utf-8")
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
+NAMED = re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE)
+WHOLE = {"mechanic.torch.optim", "mechanic.tuner", "mechanic.provable"}  # modules
 
 NAMES = {
     "mechanic": ["Options", "Preset", "__version__"],
@@ -26,11 +30,11 @@ NAMES = {
         *("MechanicState", "effective_learning_rate", "eval_params", "freeze", "mechanize"),
         *("metrics", "scale", "scopes", "suggest_lr", "unfreeze"),
     ],
+    "mechanic.convert": ["from_torch", "to_torch"],
     "mechanic.integrations": ["metrics"],
 }
 # Modules without a list of their own: what the reference has of them.
 OTHERS = {
-    "mechanic.convert": ["from_torch", "to_torch"],
     "mechanic.integrations.lightning": ["MechanicCallback"],
     "mechanic.integrations.transformers": ["MechanicCallback"],
     "mechanic.torch.optim": ["AdamW", "SGD"],  # and all others of torch.optim
@@ -101,17 +105,49 @@ def test_other_names(module: str) -> None:
     assert all(callable(getattr(found, name)) for name in OTHERS[module])
 
 
+def test_every_list_of_names_is_known() -> None:
+    """So that a name which is added to the `__all__` of a package has to be in the reference."""
+    listed = {
+        ".".join(path.relative_to(ROOT).parent.parts)
+        for path in (ROOT / "mechanic").rglob("__init__.py")
+        if re.search(r"^__all__\b", path.read_text("utf-8"), re.MULTILINE)
+    }
+    assert listed == set(NAMES)
+
+
 def test_the_reference_has_every_name() -> None:
-    named = re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE)
-    assert len(named) == len(set(named))
+    assert len(NAMED) == len(set(NAMED))
     known = {f"{module}.{name}" for module, names in (NAMES | OTHERS).items() for name in names}
-    whole = {"mechanic.torch.optim", "mechanic.tuner", "mechanic.provable"}  # modules
-    unsaid = {"mechanic.Preset", "mechanic.__version__"}
-    parts = {name for name in known if name.rpartition(".")[0] in whole}
-    assert set(named) == known - parts - unsaid | whole
+    parts = {name for name in known if name.rpartition(".")[0] in WHOLE}
+    assert set(NAMED) == known - parts | WHOLE
     shown = re.search(r"^::: mechanic\.tuner\n.*\n +members: \[(.*)\]$", PAGE, re.MULTILINE)
     assert shown is not None
     assert shown[1].split(", ") == OTHERS["mechanic.tuner"]
+
+
+ENTRIES = sorted(
+    {*NAMED, *(f"{module}.{name}" for module in WHOLE for name in OTHERS[module])}
+    - {"mechanic.Preset", "mechanic.__version__"}  # neither functions nor classes
+    - {"mechanic.tuner", "mechanic.provable"}  # whose members have examples
+    - {f"mechanic.torch.optim.{name}" for name in OTHERS["mechanic.torch.optim"]}  # as the module
+)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if "Callback" in name else ())
+        for name in ENTRIES
+    ],
+)
+def test_every_entry_of_the_reference_has_an_example(entry: str) -> None:
+    found = pkgutil.resolve_name(entry)
+    assert ">>> " in (inspect.getdoc(found) or "")
+    if found is mechanic.torch.Tuner:
+        methods = [name for name in TUNER if inspect.isfunction(getattr(found, name))]
+        assert len(methods) > 5
+        for name in methods:
+            assert ">>> " in inspect.getdoc(getattr(found, name)), name
 
 
 def defaults(function: object) -> dict[str, object]:

@@ -39,8 +39,29 @@ def from_torch(
         arrange: a list of NumPy arrays, one for each parameter of the optimizer, as a tree like
             `params`. None takes them in the order of the tree's leaves.
 
+    Returns:
+        A new state; that which is given stays as it is.
+
     Raises:
         ValueError: if the two are not of the same kind.
+
+    Examples:
+        >>> import jax.numpy as jnp, mechanic.optax, mechanic.torch, optax, torch
+        >>> from mechanic import convert
+        >>> weights = torch.nn.Parameter(torch.ones(3))
+        >>> sgd = torch.optim.SGD([weights], lr=0.25, momentum=0.9)
+        >>> optimizer = mechanic.torch.mechanize(sgd, max_scale=0.5)
+        >>> for _ in range(20):
+        ...     weights.grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> tx = mechanic.optax.mechanize(optax.sgd(0.25, momentum=0.9), max_scale=0.5)
+        >>> params = jnp.asarray(weights.detach().numpy())
+        >>> state = convert.from_torch(optimizer.state_dict(), tx.init(params))
+        >>> float(mechanic.optax.scale(state)), int(state.counts.steps)
+        (0.5, 20)
+        >>> momentum = optimizer.state[weights]["momentum_buffer"]
+        >>> state.base[0].trace.tolist() == momentum.tolist()
+        True
     """
     import jax
 

@@ -41,8 +41,27 @@ def to_torch(
         arrange: a tree like `params` as a list of arrays, one for each parameter of the optimizer.
             None takes the leaves of the tree in their order.
 
+    Returns:
+        A state dict, for `optimizer.load_state_dict`.
+
     Raises:
         ValueError: if the two are not of the same kind.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mechanic.optax, mechanic.torch, numpy, optax, torch
+        >>> from mechanic import convert
+        >>> tx = mechanic.optax.mechanize(optax.sgd(0.25), max_scale=0.5)
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update(jnp.ones(3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> weights = torch.nn.Parameter(torch.tensor(numpy.array(params)))
+        >>> optimizer = torch.optim.SGD([weights], lr=0.25)
+        >>> optimizer = mechanic.torch.mechanize(optimizer, max_scale=0.5)
+        >>> optimizer.load_state_dict(convert.to_torch(state, optimizer))
+        >>> mechanic.torch.tuner(optimizer)
+        Tuner(scale=0.5, steps=20)
     """
     import jax
 

@@ -33,6 +33,28 @@ class MechanicCallback(LearningRateMonitor):
     Args:
         progress_bar: whether the learning rates are shown in the progress bar, too.
         arguments: for `LearningRateMonitor`.
+
+    Examples:
+        >>> import lightning, torch, warnings
+        >>> from mechanic.integrations.lightning import MechanicCallback
+        >>> from mechanic.torch import mechanize
+        >>> warnings.simplefilter("ignore")  # Lightning has some of its own
+        >>> class Net(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weights = torch.nn.Parameter(torch.ones(3))
+        ...     def training_step(self, batch, place):
+        ...         return self.weights.sum()
+        ...     def configure_optimizers(self):
+        ...         return mechanize(torch.optim.SGD([self.weights], lr=0.25), max_scale=0.5)
+        >>> unused = ["logger", "enable_checkpointing"]
+        >>> unused += ["enable_model_summary", "enable_progress_bar"]
+        >>> options = {"max_steps": 20, "log_every_n_steps": 1, "accelerator": "cpu"}
+        >>> options |= dict.fromkeys(unused, False)
+        >>> trainer = lightning.Trainer(callbacks=[MechanicCallback()], **options)
+        >>> trainer.fit(Net(), torch.utils.data.DataLoader(range(20)))
+        >>> {name: float(value) for name, value in trainer.callback_metrics.items()}
+        {'lr-SGD': 0.125, 'mechanic/scale': 0.5, 'mechanic/lr/0': 0.125}
     """
 
     def __init__(self, *, progress_bar: bool = True, **arguments: Any) -> None:

@@ -20,6 +20,9 @@ def metrics(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, float]:
         optimizer: a mechanized optimizer, or the wrapper of a trainer around it.
         prefix: the first part of each name; of use where there are several optimizers.
 
+    Returns:
+        Numbers by their names.
+
     Raises:
         ValueError: if the optimizer is not mechanized, or if two of its groups have the same name.
 
@@ -28,10 +31,13 @@ def metrics(optimizer: Optimizer, prefix: str = PREFIX) -> dict[str, float]:
         >>> from mechanic.integrations import metrics
         >>> from mechanic.torch import mechanize
         >>> weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-        >>> groups = [{"params": weights[:1], "name": "head"}, {"params": weights[1:], "lr": 0.1}]
-        >>> optimizer = mechanize(torch.optim.SGD(groups, lr=1.0))
-        >>> list(metrics(optimizer))
-        ['mechanic/scale', 'mechanic/lr/head', 'mechanic/lr/1']
+        >>> groups = [{"params": weights[:1], "name": "head"}, {"params": weights[1:], "lr": 0.25}]
+        >>> optimizer = mechanize(torch.optim.SGD(groups, lr=0.5), max_scale=0.5)
+        >>> for _ in range(20):
+        ...     weights[0].grad = weights[1].grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> metrics(optimizer)
+        {'mechanic/scale': 0.5, 'mechanic/lr/head': 0.25, 'mechanic/lr/1': 0.125}
     """
     found = tensors(optimizer, prefix)
     home = next(iter(found.values())).device

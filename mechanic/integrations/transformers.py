@@ -25,6 +25,23 @@ class MechanicCallback(TrainerCallback):
     `trainer.state.log_history`, in what is printed with the progress bar, and in what TensorBoard,
     Weights & Biases and every other logger of the Trainer gets. `learning_rate`, which would be the
     one that was typed, becomes the one in force in the first group.
+
+    Examples:
+        What becomes of a line of the Trainer's logs, here without a Trainer:
+
+        >>> import torch
+        >>> from transformers import TrainerState
+        >>> from mechanic.integrations.transformers import MechanicCallback
+        >>> from mechanic.torch import mechanize
+        >>> weights = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = mechanize(torch.optim.SGD([weights], lr=0.25), max_scale=0.5)
+        >>> for _ in range(20):
+        ...     weights.grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> logs = {"loss": 1.5, "learning_rate": 0.25}
+        >>> MechanicCallback().on_log(None, TrainerState(), None, logs=logs, optimizer=optimizer)
+        >>> logs
+        {'loss': 1.5, 'learning_rate': 0.125, 'mechanic/scale': 0.5, 'mechanic/lr/0': 0.125}
     """
 
     def on_train_begin(

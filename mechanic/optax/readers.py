@@ -19,8 +19,25 @@ def scale(state: Any) -> Array:
         state: the state of `mechanize`, or anything that holds it: the state of a chain, a wrapper
             or a training state.
 
+    Returns:
+        A scalar, on the device.
+
     Raises:
         ValueError: if there is none in it, or more than one.
+
+    Examples:
+        The loss is `params.sum()`, along which the scale grows until it is at its cap.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import mechanize, scale
+        >>> tx = mechanize(optax.sgd(0.25), max_scale=0.5)
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update(jnp.ones(3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(scale(state))
+        0.5
     """
     return jnp.asarray(find(state).numbers.scale)
 
@@ -33,8 +50,25 @@ def effective_learning_rate(state: Any, learning_rate: Any = None) -> Array:
         learning_rate: the rate that was typed. It may be left out where `mechanize` was told of it,
             and under `optax.inject_hyperparams`.
 
+    Returns:
+        A scalar, on the device.
+
     Raises:
         ValueError: if the rate that was typed is not known.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import effective_learning_rate, mechanize
+        >>> tx = mechanize(optax.sgd(0.25), learning_rate=0.25, max_scale=0.5)
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update(jnp.ones(3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(effective_learning_rate(state))
+        0.125
+        >>> float(effective_learning_rate(state, learning_rate=1.0))  # for another rate
+        0.5
     """
     found = find(state)
     if learning_rate is None and found.rates is not None:
@@ -62,8 +96,27 @@ def suggest_lr(state: Any, learning_rate: float | None = None) -> float:
         learning_rate: the rate that was typed, if it was the same in all steps. It may be left out
             where `mechanize` was told of it, and where the base has `optax.inject_hyperparams`.
 
+    Returns:
+        A number.
+
     Raises:
         ValueError: if the rate that was typed is not known, or is a schedule.
+
+    Examples:
+        Here, a rate of 100 would have diverged. A plain optimizer with the suggestion converges.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import mechanize, suggest_lr
+        >>> def train(tx, params=jnp.ones(3), steps=60):
+        ...     state, update = tx.init(params), jax.jit(tx.update)
+        ...     for _ in range(steps):
+        ...         updates, state = update(params - 3, state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return round(float(params.mean()), 2), state
+        >>> found, state = train(mechanize(optax.sgd(100.0), learning_rate=100.0))
+        >>> again, _ = train(optax.sgd(suggest_lr(state)))
+        >>> found, again
+        (3.0, 3.0)
     """
     found = find(state)
     is_unknown = found.rates is None and learning_rate is None
@@ -94,11 +147,20 @@ def freeze(state: Any) -> Any:
     Raises:
         ValueError: if there is no state of `mechanize` in it.
 
-    >>> import jax.numpy as jnp, optax
-    >>> from mechanic.optax import freeze, mechanize, unfreeze
-    >>> state = freeze(mechanize(optax.sgd(1.0)).init(jnp.ones(3)))
-    >>> bool(state.frozen), bool(unfreeze(state).frozen)
-    (True, False)
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import freeze, mechanize, scale
+        >>> tx = mechanize(optax.sgd(1.0))
+        >>> update = jax.jit(tx.update)
+        >>> def train(state, params=jnp.ones(3), steps=20):
+        ...     for _ in range(steps):
+        ...         updates, state = update(jnp.ones(3), state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return state
+        >>> state = train(tx.init(jnp.ones(3)))
+        >>> frozen = train(freeze(state))  # else the scale would have doubled in each step
+        >>> float(scale(frozen) / scale(state))
+        1.0
     """
     return _with_frozen(state, True)
 
@@ -106,7 +168,31 @@ def freeze(state: Any) -> Any:
 def unfreeze(state: Any) -> Any:
     """The same state, but that the tuner goes on, from what it knew when the scale was frozen.
 
-    Arguments and errors are those of `freeze`.
+    Args:
+        state: as in `freeze`.
+
+    Returns:
+        A new state; that which is given stays as it is.
+
+    Raises:
+        ValueError: if there is no state of `mechanize` in it.
+
+    Examples:
+        Along this loss, `params.sum()`, the scale doubles in each step, and does so again after
+        `unfreeze`.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import freeze, mechanize, scale, unfreeze
+        >>> tx = mechanize(optax.sgd(1.0))
+        >>> update = jax.jit(tx.update)
+        >>> def train(state, params=jnp.ones(3), steps=20):
+        ...     for _ in range(steps):
+        ...         updates, state = update(jnp.ones(3), state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return state
+        >>> held = train(freeze(train(tx.init(jnp.ones(3)))))
+        >>> round(float(scale(train(unfreeze(held), steps=3)) / scale(held)), 3)
+        8.0
     """
     return _with_frozen(state, False)
 
@@ -129,6 +215,31 @@ def metrics(state: Any) -> dict[str, Array]:
 
     `signal` is ⟨Δ, g⟩, negative while a larger scale would have been better. `effective_lr` is
     there if the learning rate that was typed is known.
+
+    Args:
+        state: as in `scale`.
+
+    Returns:
+        Arrays by their names.
+
+    Raises:
+        ValueError: if there is no state of `mechanize` in it, or more than one.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import mechanize, metrics
+        >>> tx = mechanize(optax.sgd(0.25), learning_rate=0.25, max_scale=0.5)
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for step in range(25):
+        ...     grads = jnp.full(3, jnp.nan if step == 3 else 1.0)
+        ...     updates, state = update(grads, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> numbers = metrics(state)
+        >>> {name: float(numbers[name]) for name in ("scale", "effective_lr")}
+        {'scale': 0.5, 'effective_lr': 0.125}
+        >>> {name: int(numbers[name]) for name in ("steps", "skipped")}
+        {'steps': 24, 'skipped': 1}
     """
     found = find(state)
     own = {
@@ -146,8 +257,32 @@ def eval_params(state: Any, params: Any) -> Any:
     """The parameters to evaluate, where the base is `optax.contrib.schedule_free`: the average that
     it keeps, at the learned scale. For other bases, the parameters as they are.
 
+    Args:
+        state: as in `scale`.
+        params: the parameters that training has now.
+
+    Returns:
+        A tree like `params`.
+
     Raises:
         ValueError: if Schedule-Free stands in several parts of the base.
+
+    Examples:
+        At a scale of 1 it is what optax has for the base alone.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import eval_params, mechanize
+        >>> tx = mechanize(optax.contrib.schedule_free_sgd(1.0), max_scale=1.0)
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update(jnp.ones(3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> average = optax.contrib.schedule_free_eval_params(state.base, params)
+        >>> bool(jnp.allclose(eval_params(state, params), average))
+        True
+        >>> bool(jnp.allclose(params, average))
+        False
     """
     found = vectors.without_variables(find(state))
     averages = own_point.averages(found.base)

@@ -30,15 +30,26 @@ def scopes(state: Any) -> dict[str, MechanicState]:
     Args:
         state: the state of `mechanize(tx, scope=...)`, or anything that holds it.
 
+    Returns:
+        States by the names of their scopes. Arrays that no pattern matches are in `"rest"`.
+
     Raises:
         ValueError: if there are no scopes in it.
 
-    >>> import jax.numpy as jnp, optax
-    >>> from mechanic.optax import mechanize, scale, scopes
-    >>> tx = mechanize(optax.adamw(1.0), scope={"text": "text.*"})
-    >>> state = tx.init({"text": {"w": jnp.ones(3)}, "unet": {"w": jnp.ones(2)}})
-    >>> {name: float(scale(own)) for name, own in scopes(state).items()}
-    {'rest': 0.0, 'text': 0.0}
+    Examples:
+        The gradient of the U-Net is 0 here, so its scale does not leave 0.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import mechanize, scale, scopes
+        >>> tx = mechanize(optax.sgd(0.25), scope={"text": "text.*"}, max_scale=0.5)
+        >>> params = {"text": {"w": jnp.ones(3)}, "unet": {"w": jnp.ones(2)}}
+        >>> grads = {"text": {"w": jnp.ones(3)}, "unet": {"w": jnp.zeros(2)}}
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update(grads, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> {name: float(scale(own)) for name, own in scopes(state).items()}
+        {'rest': 0.0, 'text': 0.5}
     """
 
     def is_partition(node: Any) -> bool:

@@ -60,7 +60,24 @@ class Rates(NamedTuple):
 
 class MechanicState(NamedTuple):
     """The state of a mechanized transformation. The parameters are x_ref + S·Δ: no copy of x_ref is
-    kept, and no array of the parameters themselves, so that both may be donated."""
+    kept, and no array of the parameters themselves, so that both may be donated.
+
+    Examples:
+        It is what `mechanize(tx).init` and `update` return, and what wrappers keep in their states.
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import MechanicState, mechanize
+        >>> tx = optax.chain(optax.clip(1.0), mechanize(optax.sgd(0.25), max_scale=0.5))
+        >>> params = {"w": jnp.ones(3)}
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(20):
+        ...     updates, state = update({"w": jnp.ones(3)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> isinstance(state[1], MechanicState), list(state[1].displacement)
+        (True, ['w'])
+        >>> int(state[1].counts.steps), float(state[1].numbers.scale)
+        (20, 0.5)
+    """
 
     base: Any
     """The state of the base"""

@@ -91,16 +91,17 @@ def mechanize(
     Raises:
         ValueError: if an option is out of range, or `tx` is no transformation.
 
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from mechanic.optax import mechanize, scale
-    >>> tx = mechanize(optax.adamw(1.0))
-    >>> params = jnp.ones(3)
-    >>> state, update = tx.init(params), jax.jit(tx.update)
-    >>> for _ in range(150):
-    ...     updates, state = update(2 * (params - 3), state, params)
-    ...     params = optax.apply_updates(params, updates)
-    >>> bool(abs(params - 3).max() < 0.1), bool(scale(state) > 0)
-    (True, True)
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.optax import mechanize, scale
+        >>> tx = mechanize(optax.adamw(1.0))
+        >>> params = jnp.ones(3)
+        >>> state, update = tx.init(params), jax.jit(tx.update)
+        >>> for _ in range(150):
+        ...     updates, state = update(2 * (params - 3), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> bool(abs(params - 3).max() < 0.1), bool(scale(state) > 0)
+        (True, True)
     """
     _check(tx, learning_rate)
     options = Options(

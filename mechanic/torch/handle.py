@@ -28,8 +28,27 @@ T = TypeVar("T")
 def tuner(optimizer: Optimizer) -> "Tuner":
     """The handle on the tuner of a mechanized optimizer.
 
+    Args:
+        optimizer: a mechanized optimizer, or one that wraps it, such as a trainer's.
+
+    Returns:
+        The handle. It holds nothing of its own, so it may be made anew wherever it is needed.
+
     Raises:
         ValueError: if the optimizer is not mechanized.
+
+    Examples:
+        The loss is `weights.sum()`, along which the scale grows until it is at its cap.
+
+        >>> import torch
+        >>> from mechanic.torch import mechanize, tuner
+        >>> weights = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = mechanize(torch.optim.SGD([weights], lr=0.25), max_scale=0.5)
+        >>> for _ in range(20):
+        ...     weights.grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> tuner(optimizer)
+        Tuner(scale=0.5, steps=20)
     """
     names = (*INNER, "optim")
     while not is_mechanized(optimizer):  # a trainer's wrapper, SAM, a Lookahead, or ZeRO's
@@ -48,17 +67,20 @@ def tuner(optimizer: Optimizer) -> "Tuner":
 class Tuner:
     """What a mechanized optimizer has learned, and how to stop it learning.
 
-    >>> import torch
-    >>> from mechanic.torch import mechanize, tuner
-    >>> weights = torch.nn.Parameter(torch.ones(3))
-    >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0, momentum=0.9))
-    >>> for _ in range(20):
-    ...     weights.grad = weights.detach() - 2
-    ...     optimizer.step()
-    >>> sorted(tuner(optimizer).metrics())
-    ['effective_lr/0', 'scale', 'scales', 'signal', 'skipped', 'steps']
-    >>> float(tuner(optimizer).scale) > 0
-    True
+    `tuner(optimizer)` makes one.
+
+    Examples:
+        >>> import torch
+        >>> from mechanic.torch import mechanize, tuner
+        >>> slow, fast = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        >>> groups = [{"params": [slow], "lr": 0.25}, {"params": [fast]}]
+        >>> optimizer = mechanize(torch.optim.SGD(groups, lr=1.0), max_scale=0.5)
+        >>> for _ in range(20):
+        ...     slow.grad = fast.grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> handle = tuner(optimizer)
+        >>> float(handle.scale), [float(lr) for lr in handle.effective_lr], list(handle.scopes)
+        (0.5, [0.125, 0.5], ['all'])
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,6 +142,23 @@ class Tuner:
 
         `scales` has one number for each β; `signal` is ⟨Δ, g⟩, negative while a larger scale would
         have been better. Where there are several scopes, their names follow: `scale/head`.
+
+        Returns:
+            Tensors by their names.
+
+        Examples:
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=0.25), max_scale=0.5)
+            >>> for step in range(25):
+            ...     weights.grad = torch.full((3,), float("nan") if step == 3 else 1.0)
+            ...     optimizer.step()
+            >>> numbers = tuner(optimizer).metrics()
+            >>> {name: numbers[name].item() for name in ("scale", "effective_lr/0")}
+            {'scale': 0.5, 'effective_lr/0': 0.125}
+            >>> {name: numbers[name].item() for name in ("steps", "skipped")}
+            {'steps': 24, 'skipped': 1}
         """
         parts = self._parts
         rates = {f"effective_lr/{i}": rate for i, rate in enumerate(self.effective_lr)}
@@ -138,12 +177,49 @@ class Tuner:
         return found | rates
 
     def freeze(self) -> None:
-        """Hold the scale where it is; the base goes on with the learning rate it has."""
+        """Hold the scale where it is; the base goes on with the learning rate it has.
+
+        Examples:
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0))
+            >>> def train(steps):
+            ...     for _ in range(steps):
+            ...         weights.grad = torch.ones(3)
+            ...         optimizer.step()
+            ...     return float(tuner(optimizer).scale)
+            >>> learned = train(20)
+            >>> tuner(optimizer).freeze()
+            >>> train(20) / learned  # without freeze() it would have doubled in each step
+            1.0
+        """
         for part in self._parts:
             part.mechanism.frozen = True
 
     def unfreeze(self) -> None:
-        """Go on tuning, from what was known when the scale was frozen."""
+        """Go on tuning, from what was known when the scale was frozen.
+
+        Examples:
+            Along this loss, `weights.sum()`, the scale doubles in each step, and does so again
+            after `unfreeze`.
+
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0))
+            >>> def train(steps):
+            ...     for _ in range(steps):
+            ...         weights.grad = torch.ones(3)
+            ...         optimizer.step()
+            ...     return float(tuner(optimizer).scale)
+            >>> learned = train(20)
+            >>> tuner(optimizer).freeze()
+            >>> held = train(20)
+            >>> tuner(optimizer).unfreeze()
+            >>> held / learned, round(train(3) / held, 3)
+            (1.0, 8.0)
+        """
         for part in self._parts:
             part.mechanism.frozen, part.mechanism.scalars.observed = False, None
 
@@ -166,6 +242,24 @@ class Tuner:
 
         Raises:
             ValueError: if no parameter has a gradient, or none of a scope.
+
+        Examples:
+            Of 40 steps, the 10 with an observation change the scale.
+
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0))
+            >>> scales = set()
+            >>> for step in range(40):
+            ...     weights.grad = torch.ones(3)  # of a held-out batch
+            ...     if step % 4 == 0:
+            ...         tuner(optimizer).observe()
+            ...     weights.grad = torch.tensor([1.0, 1.0, 0.0])  # of a batch to train on
+            ...     optimizer.step()
+            ...     scales.add(float(tuner(optimizer).scale))
+            >>> len(scales)
+            10
         """
         base_step = unhooked(type(self._optimizer)._base.step)
         for _, part, mechanism in self._parts:
@@ -177,6 +271,26 @@ class Tuner:
 
         Every one of them has to ask. A step never does: under DistributedDataParallel the
         gradients are the same everywhere, and so is all that follows from them.
+
+        Args:
+            process_group: the processes to ask. None stands for those that share the parameters,
+                or for all.
+
+        Raises:
+            ValueError: if torch.distributed was not initialized.
+
+        Examples:
+            This one is a process group of one; `torchrun` starts several.
+
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=1.0))
+            >>> tuner(optimizer).agrees()
+            True
+            >>> torch.distributed.destroy_process_group()
         """
         agreed = []
         for _, part, mechanism in self._parts:
@@ -191,6 +305,27 @@ class Tuner:
 
         Where a schedule runs, it is the rate to start the schedule with; with OneCycleLR, `max_lr`.
         Before the first step it is 0.
+
+        Returns:
+            A number for each group.
+
+        Examples:
+            Here, lr=100 would have diverged. A plain optimizer with the suggestion converges.
+
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> def train(optimizer):
+            ...     for _ in range(60):
+            ...         weights.grad = weights.detach() - 3
+            ...         optimizer.step()
+            ...     return round(float(weights.detach().mean()), 2)
+            >>> tuned = mechanize(torch.optim.SGD([weights], lr=100.0))
+            >>> train(tuned)
+            3.0
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> train(torch.optim.SGD([weights], lr=tuner(tuned).suggest_lr()[0]))
+            3.0
         """
         return self._for_each_group(
             lambda part: suggest(
@@ -207,11 +342,21 @@ class Tuner:
         A tuner knows its present numbers and little of its past. It cannot see that the scale has
         fallen; `mechanic doctor` sees that, in the log of a run.
 
-        >>> import torch
-        >>> from mechanic.torch import mechanize, tuner
-        >>> optimizer = mechanize(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
-        >>> print(tuner(optimizer).diagnose())
-        nothing to say yet: no step was taken, or none that had a gradient. If step() ...
+        Returns:
+            The lines. Where there are several scopes, each begins with the name of its scope.
+
+        Examples:
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=0.25), max_scale=0.5)
+            >>> print(tuner(optimizer).diagnose())
+            nothing to say yet: no step was taken, or none that had a gradient. If step() ...
+            >>> for _ in range(60):
+            ...     weights.grad = torch.ones(3)
+            ...     optimizer.step()
+            >>> print(tuner(optimizer).diagnose())
+            the scale hit its cap of 0.5, and is there now. The cap held the lr back: raise ...
         """
         parts, lines = self._parts, []
         for name, _, mechanism in parts:
@@ -224,7 +369,26 @@ class Tuner:
 
     def detach(self) -> Optimizer:
         """Give the plain optimizer back: the same object, of its own class again, with its own
-        state, the learned lr in its groups, and its schedules at the learned scale."""
+        state, the learned lr in its groups, and its schedules at the learned scale.
+
+        Returns:
+            The optimizer, which is no longer mechanized.
+
+        Raises:
+            ValueError: if a scheduler has one rate for groups whose learned scales differ.
+
+        Examples:
+            >>> import torch
+            >>> from mechanic.torch import mechanize, tuner
+            >>> weights = torch.nn.Parameter(torch.ones(3))
+            >>> optimizer = mechanize(torch.optim.SGD([weights], lr=0.25), max_scale=0.5)
+            >>> for _ in range(20):
+            ...     weights.grad = torch.ones(3)
+            ...     optimizer.step()
+            >>> plain = tuner(optimizer).detach()
+            >>> plain is optimizer, type(plain) is torch.optim.SGD, plain.param_groups[0]["lr"]
+            (True, True, 0.125)
+        """
         # Where nothing was learned yet, it is the lr that was typed.
         scales = self._for_each_group(
             lambda part: [float(part.mechanism.scale) or 1.0] * len(part.optimizer.param_groups)

@@ -4,12 +4,16 @@ They serve trainers and configurations that name a class, as in
 `optimizer: mechanic.torch.optim.AdamW`. The arguments are those of the base, and the options of
 `mechanize` with `mechanic_` before their names, since some bases have options of the same name.
 
->>> import torch
->>> from mechanic.torch import optim
->>> weights = torch.nn.Parameter(torch.ones(3))
->>> optimizer = optim.AdamW([weights], lr=1.0, betas=(0.9, 0.95), mechanic_max_scale=0.1)
->>> isinstance(optimizer, torch.optim.AdamW)
-True
+Examples:
+    >>> import torch
+    >>> from mechanic.torch import optim, tuner
+    >>> weights = torch.nn.Parameter(torch.ones(3))
+    >>> optimizer = optim.AdamW([weights], lr=0.25, betas=(0.9, 0.95), mechanic_max_scale=0.5)
+    >>> for _ in range(20):
+    ...     weights.grad = torch.ones(3)
+    ...     optimizer.step()
+    >>> isinstance(optimizer, torch.optim.AdamW), tuner(optimizer)
+    (True, Tuner(scale=0.5, steps=20))
 """
 
 import functools
