@@ -62,12 +62,17 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
 
 def run_shell(block: Block, folder: Path) -> None:
     """Run a block in a shell that finds this Python and its commands first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS)}
     command = ["bash", "-euc", block.code]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=folder, env=shell(), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     compare(block, run.stdout + run.stderr)
+
+
+def shell() -> dict[str, str]:
+    """The environment of a reader's shell, where nothing turns the compiled step off."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if name != "MECHANIC_NATIVE"}
+    return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS)}
 
 
 def compare(block: Block, printed: str) -> None:

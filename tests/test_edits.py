@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from mechanic.torch import edits, mechanize, tuner
 from mechanic.torch.edits import are_followed
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.native import step as native
+from mechanic.torch.vectors import DISPLACEMENT
 
 STEPS = 400
 BASES: dict[str, Callable[..., Optimizer]] = {

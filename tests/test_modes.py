@@ -9,7 +9,7 @@ from cases import case
 from sklearn.datasets import load_digits
 
 from mechanic.torch import mechanize, modes, tuner, vectors
-from mechanic.torch.mechanism import DISPLACEMENT
+from mechanic.torch.vectors import DISPLACEMENT
 
 BASES = [schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adadelta, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from mechanic.torch import mechanize, plain, tuner, vectors
 
@@ -244,3 +244,58 @@ def test_memory_that_stays_exhausted_leaves_the_tuner_where_the_weights_are(monk
         train(optimizer, params, 1)
     assert torch.equal(params[0], before)
     assert torch.equal(tuner(optimizer).scale, scale)
+
+
+def late(base: type[Optimizer], *, in_place: bool) -> type[Optimizer]:
+    """A base that makes a step in one of four calls, and its state in the first of these."""
+
+    class Late(base):  # type: ignore[misc, valid-type]
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            if in_place:
+                assert self.param_groups[0]["params"][0] in KNOWN_PARAMS
+            return super().step(closure) if self.calls % 4 == 0 else None
+
+        if in_place:
+
+            def __del__(self) -> None:
+                """Whoever frees something has no twin."""
+
+    return Late
+
+
+KNOWN_PARAMS: set[Parameter] = set()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("base", [AdamW, RMSprop, NAdam, Adamax, Adadelta])
+def test_a_base_that_makes_its_state_late(base, in_place):
+    params = [Parameter(torch.zeros(10) + torch.arange(10) / 10) for _ in range(2)]
+    KNOWN_PARAMS.clear()
+    KNOWN_PARAMS.update(params)
+    optimizer = mechanize(late(base, in_place=in_place)(params, lr=1.0))
+    scales = set()
+    for step in range(400):
+        for param in params:
+            param.grad = param.detach() - 3
+        optimizer.step()
+        scales.add(float(tuner(optimizer).scale))
+        entries = set(optimizer.state[params[0]])
+        assert (entries == {vectors.DISPLACEMENT}) == (step < 3)
+    assert len(scales) > 20
+    assert all((param - 3).norm() < 1 for param in params)  # 8.1 at the start
+
+
+@pytest.mark.parametrize("base", [AdamW, RMSprop])
+def test_a_checkpoint_from_before_its_state_was_made(base):
+    params = [Parameter(torch.arange(10) / 10)]
+    optimizer = mechanize(base(params, lr=1.0))
+    train(optimizer, params, 5)
+    saved = optimizer.state_dict()
+    saved["state"][0] = {vectors.DISPLACEMENT: saved["state"][0][vectors.DISPLACEMENT].clone()}
+    resumed = mechanize(base(params, lr=1.0))
+    resumed.load_state_dict(saved)
+    train(resumed, params, 60)
+    assert (params[0] - 3).norm() < 1

@@ -205,7 +205,8 @@ def _is_growing(rows: Sequence[HistoryRow]) -> bool:
     """Whether the learning rate in force was still growing at the end. The scale alone may grow to
     make up for a schedule that falls."""
     ends = [part * rows[-1].step for part in (0.5, 0.75, 1.0)]
-    rates = [max(next(row for row in rows if row.step >= end).effective_lr) for end in ends]
+    reached = [next((row for row in rows if row.step >= end), rows[-1]) for end in ends]
+    rates = [max(row.effective_lr) for row in reached]
     highest = max(max(row.effective_lr) for row in rows)
     grew = all(after >= _STILL_GROWING * before for before, after in pairwise(rates))
     return grew and rates[-1] >= 0.9 * highest

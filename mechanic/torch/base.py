@@ -1,6 +1,8 @@
 """Running the base: what it does to copies of the parameters is its proposal."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from mechanic.torch.copies import Copies, can_be_kept, moved, plain_copies, reco
 from mechanic.torch.flag import Flag
 from mechanic.torch.mechanism import CHECKS
 from mechanic.torch.rates import Rate, at_base_rates, is_proportional, step_name
-from mechanic.torch.twin import Twin, holds
+from mechanic.torch.twin import Twin, has_none, holds
 from mechanic.torch.vectors import Batch
 
 _SHARED = ("param_groups", "state", "defaults", "_mechanic")
@@ -166,6 +168,21 @@ def _points_found(
     return found
 
 
+@contextmanager
+def _hiding_displacements(optimizer: Any, batches: list[Batch]) -> Iterator[None]:
+    """Let the base find no state for parameters that it has made none for (`twin.has_none`)."""
+    owners = [] if is_traced() else [owner for batch in batches for owner in batch.owners]
+    hidden = {owner: optimizer.state[owner] for owner in owners if owner in optimizer.state}
+    hidden = {owner: state for owner, state in hidden.items() if has_none(state)}
+    try:
+        for owner in hidden:
+            del optimizer.state[owner]
+        yield
+    finally:
+        for owner, state in hidden.items():
+            optimizer.state[owner] = {**state, **optimizer.state.get(owner, {})}
+
+
 def _run_in_place(
     call: Call, batches: list[Batch], copies: Copies, rates: list[Rate], finite: Flag
 ) -> Proposal:
@@ -175,6 +192,7 @@ def _run_in_place(
         if modes.has_modes(type(optimizer)):
             origin = modes.show_own_point(call.mechanism.scalars.read(), batches, origin)
         with (
+            _hiding_displacements(optimizer, batches),
             at_base_rates(optimizer, rates),
             skipping.undoing(optimizer, batches, copies.points, finite),
             closures.undoing(optimizer),

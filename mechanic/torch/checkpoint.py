@@ -22,11 +22,12 @@ from mechanic.torch import edits, vectors
 from mechanic.torch.capture import is_traced
 from mechanic.torch.counts import Counted
 from mechanic.torch.measure import has_extremes
-from mechanic.torch.mechanism import DISPLACEMENT, MECHANISM, Mechanism
+from mechanic.torch.mechanism import MECHANISM, Mechanism
 from mechanic.torch.rates import EFFECTIVE_LR, publish_rates
 from mechanic.torch.scalars import BESIDE_STATE, Numbers, pack
 from mechanic.torch.scopes import SCOPE, parts_of
 from mechanic.torch.sharding import local
+from mechanic.torch.vectors import DISPLACEMENT
 
 TUNER = "mechanic"
 """The key of the tuner in `param_groups`."""

@@ -25,8 +25,9 @@ from mechanic.torch import modes, vectors
 from mechanic.torch.call import Call
 from mechanic.torch.capture import is_capturing, is_traced
 from mechanic.torch.kernels.host import Question
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.sharding import here
+from mechanic.torch.vectors import DISPLACEMENT
 
 _ATTENTION = 256  # so many steps are looked at in the beginning and after an edit; of the others
 _PERIOD = 32  # one in so many

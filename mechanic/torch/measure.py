@@ -15,11 +15,10 @@ from mechanic.torch import sharding, vectors
 from mechanic.torch.base import Proposal
 from mechanic.torch.flag import NO, Flag
 from mechanic.torch.history import StepRates
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import Rate, as_factor, proportional_lr
 from mechanic.torch.scalars import Numbers, can_look, can_wait, scalar_dtype
 from mechanic.torch.sharding import Ranks
-from mechanic.torch.vectors import Batch
+from mechanic.torch.vectors import DISPLACEMENT, Batch
 
 FARTHEST = 1e36
 """A hundredth of float32's largest number: what it bounds grows by a few times in one step."""

@@ -18,9 +18,6 @@ from mechanic.torch.sharding import Ranks, ranks_of
 MECHANISM = "_mechanic"
 """The attribute of a mechanized optimizer that holds its `Mechanism`, or its `Scopes`."""
 
-DISPLACEMENT = "mechanic_displacement"
-"""The key of a parameter's displacement in `optimizer.state[parameter]`."""
-
 CHECKS = 10
 """The number of first steps in which a base that nothing is known of is watched."""
 

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from mechanic.torch import vectors
 from mechanic.torch.commit import Values, commit
 from mechanic.torch.copies import record_copies
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.rates import rate_of
 from mechanic.torch.scalars import Numbers
 from mechanic.torch.twin import Twin
-from mechanic.torch.vectors import Batch, Coefficients
+from mechanic.torch.vectors import DISPLACEMENT, Batch, Coefficients
 
 MODES = ("train", "eval")
 

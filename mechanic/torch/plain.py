@@ -35,7 +35,6 @@ from mechanic.torch.measure import (
     measure,
     measure_proposal,
 )
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.rates import (
     Rate,
     as_factor,
@@ -47,7 +46,7 @@ from mechanic.torch.rates import (
 )
 from mechanic.torch.scalars import Numbers, are_floats, can_look, can_wait, pack, scalar_dtype
 from mechanic.torch.skipping import decide, is_finite, skips_by_itself
-from mechanic.torch.vectors import Batch, Coefficients
+from mechanic.torch.vectors import DISPLACEMENT, Batch, Coefficients
 
 # An update of SGD is as small or large as the gradient. Where the norm of that is outside of these
 # bounds, an update at the usual lr could vanish beside the parameter, or overflow.

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from mechanic.torch.rates import Rate
+from mechanic.torch.vectors import DISPLACEMENT
 
 StandIns = dict[Tensor, Tensor]
 """Parameters, and the copies of them that the base steps."""
@@ -53,8 +54,9 @@ class Twin:
         if self._state is None or not _are_same(optimizer.state, self._states):
             self._state = copy.copy(optimizer.state)
             for param, own in stand_ins.items():
-                if param in self._state:
-                    self._state[own] = self._state.pop(param)
+                state = self._state.pop(param, None)
+                if state is not None and not has_none(state):
+                    self._state[own] = state
             self._states = list(optimizer.state.values())
         twin.state = self._state
         self._given = [dict(vars(twin)), *map(dict, twin.param_groups)]
@@ -73,6 +75,9 @@ class Twin:
         if twin.state is not self._state or not _are_same(twin.state, self._states):
             params = {own: param for param, own in self.stand_ins.items()}
             state = {params.get(key, key): value for key, value in twin.state.items()}
+            for param in self.stand_ins:
+                if has_none(had := optimizer.state.get(param)):
+                    state[param] = {**had, **state.get(param, {})}
             optimizer.state.update(state)
             for key in optimizer.state.keys() - state.keys():
                 del optimizer.state[key]
@@ -96,6 +101,12 @@ class Twin:
         """Keep nothing alive that belongs to one step alone."""
         for own in self.stand_ins.values():
             own.grad = None
+
+
+def has_none(state: Any) -> bool:
+    """Whether a base has made no state for a parameter yet, since it has skipped its first steps.
+    It must not find the displacement there then: many ask whether they find anything."""
+    return isinstance(state, dict) and state.keys() == {DISPLACEMENT}
 
 
 def apply_changes(

@@ -21,6 +21,9 @@ from mechanic.options import Options
 from mechanic.torch.scalars import scalar_dtype
 from mechanic.torch.sharding import local
 
+DISPLACEMENT = "mechanic_displacement"
+"""The key of a parameter's displacement in `optimizer.state[parameter]`."""
+
 # Below this many elements a tensor is cheaper in one call for a whole list, above it in fewer
 # passes (on a CPU; docs/performance.md has the times).
 _SMALL = 1 << 14

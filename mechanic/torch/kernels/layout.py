@@ -10,8 +10,8 @@ from mechanic.torch.kernels import columns, passes
 from mechanic.torch.kernels.host import StepCounters
 from mechanic.torch.kernels.known import KnownBase
 from mechanic.torch.kernels.upload import upload
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.sharding import PLAIN, here_like
+from mechanic.torch.vectors import DISPLACEMENT
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

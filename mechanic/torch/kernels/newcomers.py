@@ -15,8 +15,8 @@ from mechanic.options import Options
 from mechanic.torch import vectors
 from mechanic.torch.kernels.known import KnownBase
 from mechanic.torch.measure import robust_square
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.sharding import PLAIN, Ranks, here, is_spread
+from mechanic.torch.vectors import DISPLACEMENT
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

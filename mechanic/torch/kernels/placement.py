@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.kernels.layout import Entry
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.sharding import here, here_like
+from mechanic.torch.vectors import DISPLACEMENT
 
 
 class Placement:

@@ -15,8 +15,8 @@ from mechanic.torch.kernels.known import ANY, KnownBase
 from mechanic.torch.kernels.layout import Entry, Layout, enter
 from mechanic.torch.kernels.placement import Placement
 from mechanic.torch.measure import Parts
-from mechanic.torch.mechanism import DISPLACEMENT
 from mechanic.torch.sharding import Ranks, new_message
+from mechanic.torch.vectors import DISPLACEMENT
 
 
 class Plan:

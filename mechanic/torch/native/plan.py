@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.kernels.known import KnownBase
-from mechanic.torch.mechanism import DISPLACEMENT, Mechanism
+from mechanic.torch.mechanism import Mechanism
 from mechanic.torch.native.tables import EMPTY, Row, Tables
 from mechanic.torch.rates import EFFECTIVE_LR
 from mechanic.torch.sharding import PLAIN
+from mechanic.torch.vectors import DISPLACEMENT
 
 
 class Gradients(NamedTuple):
