@@ -51,6 +51,10 @@ EDITED = (
     "displacement follows it, and a copy of the weights is kept for that. If it is not meant, look "
     "for what writes to them; in the step() of the optimizer that is tuned it needs no copy."
 )
+EDITED_ONCE = (
+    "something else than this optimizer has changed the weights between two steps. Training went "
+    "on from where they were put."
+)
 CONSTANT_LR = (
     "the lr was constant. A schedule that falls to 0, such as CosineAnnealingLR, usually ends at a "
     "lower loss."
@@ -58,7 +62,7 @@ CONSTANT_LR = (
 
 
 class Skips(NamedTuple):
-    """The steps that were skipped for NaN or inf in the gradients."""
+    """The steps that were skipped for NaN or inf."""
 
     steps: int
     """All steps, skipped or not"""
@@ -90,7 +94,8 @@ def too_few(steps: int) -> str:
 def of_skips(skips: Skips) -> str:
     """How many steps were skipped, when, and why."""
     text = (
-        f"{skips.skipped:,} of {skips.steps:,} steps were skipped for NaN or inf in the gradients"
+        f"{skips.skipped:,} of {skips.steps:,} steps were skipped for NaN or inf in the gradients "
+        "or in the update"
     )
     if skips.first is not None and skips.last is not None:
         at = "at" if skips.is_exact else "by"
@@ -118,27 +123,31 @@ def of_cap(cap: float, when: str) -> str:
     )
 
 
-def of_growth(
-    growth: float, *, is_relative: bool, is_ramp: bool = False, has_signal: bool = True
-) -> str:
-    """What is wrong with an lr in force that has grown so many times from its start; empty if
-    nothing is. A start that is relative to the weights tells how far a step moves them. A ramp that
-    has just begun anew has not grown yet, unless there is no signal any more.
+def of_explosion(growth: float) -> str:
+    """An lr in force that has grown so many times from a start that is relative to the weights;
+    empty if that is no reason for a warning.
 
-    >>> of_growth(1000.0, is_relative=True)
+    >>> of_explosion(1000.0)
     ''
-    >>> of_growth(1e9, is_relative=True)
+    >>> of_explosion(1e9)
     'the lr in force exploded: it grew to 1e+09 times its start, ...'
     """
-    if is_relative and growth >= _EXPLODED:
-        return (
-            f"the lr in force exploded: it grew to {growth:.0e} times its start, where a step "
-            "moves the weights by thousands of times their first size. Look for a loss without a "
-            "lower bound (a wrong sign, maximize=True) and for inputs or targets that are not "
-            "standardized; or cap the lr with max_scale."
-        )
-    if is_ramp and (has_signal or growth >= _GROWN):
-        return STILL_GROWING
+    if growth < _EXPLODED:
+        return ""
+    return (
+        f"the lr in force exploded: it grew to {growth:.0e} times its start, where a step "
+        "moves the weights by thousands of times their first size. Look for a loss without a "
+        "lower bound (a wrong sign, maximize=True) and for inputs or targets that are not "
+        "standardized; or cap the lr with max_scale."
+    )
+
+
+def of_standstill(growth: float) -> str:
+    """An lr in force that is so many times its start; empty if it has grown.
+
+    >>> of_standstill(1000.0)
+    ''
+    """
     return _NEVER_GREW if growth < _GROWN else ""
 
 

@@ -14,6 +14,7 @@ import torch
 from running import Logged, call, write
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from mechanic.cli import main
 from mechanic.run import advice, doctor
@@ -80,12 +81,14 @@ CAUSES = {
     "Spike": "100 steps ! the scale stalled: around step 4",
     "Ramping": "40 steps ! the lr in force was still growing at the end",
     "Capped": "60 steps ! the scale hit its cap of 0.01 at step",
-    "Ending": "60 steps ! 21 of 60 steps were skipped for NaN or inf in the gradients, the first "
-    "at step 7 and the last at step 60; the weights have not moved in the last 20 steps. Look",
-    "Middle": "1,500 steps ! 100 of 1,500 steps were skipped for NaN or inf in the gradients, the "
-    "first by step 1,110 and the last by step 1,200. Look",
-    "Early": "60 steps ! 59 of 60 steps were skipped for NaN or inf in the gradients, the first "
-    "at step 2 and the last at step 60; the weights have not moved in the last 59 steps. Look",
+    "Ending": "60 steps ! 21 of 60 steps were skipped for NaN or inf in the gradients or in the "
+    "update, the first at step 7 and the last at step 60; the weights have "
+    "not moved in the last 20 steps. Look",
+    "Middle": "1,500 steps ! 100 of 1,500 steps were skipped for NaN or inf in the gradients or in "
+    "the update, the first by step 1,110 and the last by step 1,200. Look",
+    "Early": "60 steps ! 59 of 60 steps were skipped for NaN or inf in the gradients or in the "
+    "update, the first at step 2 and the last at step 60; the weights have "
+    "not moved in the last 59 steps. Look",
     "Short": "20 steps ! only 20 steps: too few",
     "Against": "60 steps ! the scale never grew",
     "Unbounded": "60 steps ! the lr in force exploded",
@@ -358,8 +361,8 @@ def test_a_new_ramp_is_neither_without_gradients_nor_one_that_never_grew() -> No
         ("the scale hit its cap of 0.001, and is there now", {"max_scale": 1e-3}),
         ("the lr in force was still growing", {"s_init": 1e-30, "steps": 40}),
         (
-            "21 of 60 steps were skipped for NaN or inf in the gradients; the weights have not "
-            "moved in the last 20 steps",
+            "21 of 60 steps were skipped for NaN or inf in the gradients or in the update; the "
+            "weights have not moved in the last 20 steps",
             {"factor": lambda step: math.nan if step == 7 or step > 40 else 1.0},
         ),
         (
@@ -407,6 +410,53 @@ def test_a_held_scale_is_not_judged() -> None:
         param.grad = torch.randn_like(param)
         optimizer.step()
     assert tuner(optimizer).diagnose().startswith("healthy")
+
+
+def test_a_schedule_that_falls_in_the_ramp_is_no_reason_to_train_longer() -> None:
+    """The scale grows to make up for it."""
+    weights = nn.Parameter(torch.ones(50))
+    optimizer = mechanize(SGD([weights], lr=1.0))
+    schedule = StepLR(optimizer, 10, gamma=0.1)
+    for _ in range(40):
+        weights.grad = torch.ones(50)
+        optimizer.step()
+        schedule.step()
+    said = tuner(optimizer).diagnose()
+    assert "still growing" not in said
+    assert float(tuner(optimizer).scale) > 1
+
+
+@pytest.mark.filterwarnings("ignore:mechanic. the last")
+def test_what_a_divergence_leads_to_does_not_hide_it() -> None:
+    """Where the weights run away, steps are skipped in the end."""
+    weights = nn.Parameter(torch.ones(50))
+    optimizer = mechanize(SGD([weights], lr=1.0, maximize=True))
+    for _ in range(300):
+        weights.grad = weights.detach().clamp(-1e20, 1e20)
+        optimizer.step()
+    assert tuner(optimizer).metrics()["skipped"] > 100
+    assert tuner(optimizer).diagnose().startswith("the lr in force exploded")
+
+
+def test_a_single_edit_is_told() -> None:
+    optimizer = fit(AdamW, steps=100)
+    (param, *_) = optimizer.param_groups[0]["params"]
+    for step in range(20):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        if step == 10:
+            param.data.mul_(0.5)
+    lines = tuner(optimizer).diagnose().splitlines()
+    assert lines[0].startswith("healthy")
+    assert "has changed the weights between two steps" in lines[1]
+
+
+def test_a_scale_that_came_down_again_in_noise_never_grew() -> None:
+    scales = [1e-4 * 2**n for n in range(5)] + 20 * [1e-3] + 100 * [1.2e-4]
+    rows = [HistoryRow(n, 0.0, s, 1e-4, 0, (1.0,), ()) for n, s in enumerate(scales, 1)]
+    found = advice.analyze(History("SGD", 1, "SGD", "tuned", rows=rows, is_relative=True))
+    assert "the scale never grew" in found.warnings[0]
+    assert not found.suggested
 
 
 # -- What is not seen in a few rows ----------------------------------------------------------------

@@ -424,6 +424,15 @@ def test_a_damaged_history_is_drawn_without_what_is_damaged(done, seed: int, cou
             one.groups()
 
 
+def test_a_step_number_that_is_damaged_ends_no_command(done, tmp_path: Path) -> None:
+    lines = (done[0] / "runs" / "x" / "history.jsonl").read_text().splitlines()
+    row = next(n for n, line in enumerate(lines) if '"scale"' in line)
+    lines[row] = re.sub(r'"step": \d+', '"step": 900719925474099300', lines[row])
+    (tmp_path / "history.jsonl").write_text("\n".join(lines))
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "x.png")]) == 0
+    assert main(["doctor", str(tmp_path)]) in (0, 1)
+
+
 def test_a_damaged_history_is_told(done, tmp_path: Path) -> None:
     lines = (done[0] / "runs" / "x" / "history.jsonl").read_text().splitlines()
     lines[5] = '{"step": "five"}'

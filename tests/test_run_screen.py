@@ -20,6 +20,10 @@ import pyte
 import pytest
 from running import MECHANIC, environment, write
 
+from mechanic.run.rows import HistoryRow
+from mechanic.run.spool import History
+from mechanic.run.summary import status_lines
+
 ROWS, COLUMNS = 24, 80
 REGION = re.compile(rb"\x1b\[(\d*)(?:;(\d*))?r")
 # What the line writes, each time in one piece, between what the script writes
@@ -243,6 +247,25 @@ def tmux(tmp_path: Path) -> Iterator[Tmux]:
     terminal = Tmux(tmp_path)
     yield terminal
     terminal.end()
+
+
+def _at(label: str, step: int, *rates: float) -> History:
+    row = HistoryRow(step, 0.0, 1.0, 1.0, 0, rates, ())
+    return History(label, 0, label, "tuned", rows=[row])
+
+
+@pytest.mark.parametrize("step", [999, 12_345, 1_234_567])
+@pytest.mark.parametrize("rates", [(0.1,), (0.1, 0.2)])
+@pytest.mark.parametrize(
+    "labels", [("AdamW", "SGD"), ("Adafactor", "SparseAdam"), ("AdamW 1", "AdamW 2", "Muon")]
+)
+def test_each_lr_is_shown_whole_in_80_columns(labels, rates, step) -> None:
+    lines = status_lines([_at(label, step, *rates) for label in labels])
+    assert [len(line) for line in lines] == sorted(map(len, lines), reverse=True)
+    shown = next(line for line in lines if len(line) < 80)
+    for label in labels:
+        assert label in shown
+    assert len(re.findall(r"\de-01", shown)) == len(labels) * len(rates)
 
 
 def test_nothing_is_written_over_in_a_real_terminal(tmux: Tmux) -> None:

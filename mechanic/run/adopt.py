@@ -78,7 +78,7 @@ class OptimizerRegistry:
             take_off(inner)
             try:
                 self.mechanize(wrapper, **self.settings.tuner)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 recorder.describe(inner, "refused", _reason(error))
 
     def _tune(self, optimizer: Optimizer) -> tuple[str, str]:
@@ -93,7 +93,7 @@ class OptimizerRegistry:
             return "left", "--skip" if self.settings.skip else "--only"
         try:
             (self.mechanize or mechanize)(optimizer, **self.settings.tuner)
-        except Exception as error:  # a script that runs plainly is not to end here
+        except (Exception, SystemExit) as error:  # a script that runs plainly is not to end here
             return "refused", _reason(error)
         self._tuned_classes.add(type(optimizer))
         return "tuned", ""
@@ -246,6 +246,6 @@ def _is_zero(optimizer: Any) -> bool:
     return is_zero(optimizer)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why an optimizer stays plain: the words of `mechanize`, or an error that no one foresaw."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

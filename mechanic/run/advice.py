@@ -147,11 +147,14 @@ def _warnings_without_scale(history: History, skips: Skips) -> Iterable[str]:
 def _warnings(
     history: History, rows: Sequence[HistoryRow], skips: Skips, failure: str
 ) -> Iterable[str]:
+    exploded = _explosion(history, rows)
+    if exploded and failure:
+        yield exploded  # skipped steps, if any, follow from it
     if skips.skipped and not skips.are_rare:
         yield causes.of_skips(skips)
     elif skips.are_few_left:
         yield causes.too_few(history.steps)
-    if skips.are_few_left:
+    if skips.are_few_left or (exploded and failure):
         return
     if failure:
         yield failure
@@ -168,11 +171,24 @@ def _failure(history: History, rows: Sequence[HistoryRow]) -> str:
     if not is_capped and not history.resumed:
         if all(row.scale == rows[0].scale for row in rows):
             return causes.ZERO_GRADIENT
-        growth = max(max(row.effective_lr) for row in rows) / (max(rows[0].effective_lr) or 1.0)
-        if said := causes.of_growth(growth, is_relative=history.is_relative):
+        if said := _explosion(history, rows):
             return said
-    fall = _fall(rows)
-    return causes.of_fall(*fall) if fall else ""
+    if fall := _fall(rows):
+        return causes.of_fall(*fall)
+    if is_capped or history.resumed:
+        return ""
+    # Of the second half, since a ramp in noise goes up and comes down again.
+    late = (row for row in rows if row.step >= 0.5 * rows[-1].step)
+    return causes.of_standstill(_growth(late, rows[0]))
+
+
+def _explosion(history: History, rows: Sequence[HistoryRow]) -> str:
+    return causes.of_explosion(_growth(rows, rows[0])) if history.is_relative else ""
+
+
+def _growth(rows: Iterable[HistoryRow], first: HistoryRow) -> float:
+    """The largest lr in force, as a multiple of the first one."""
+    return max(max(row.effective_lr) for row in rows) / (max(first.effective_lr) or 1.0)
 
 
 def _hints(rows: Sequence[HistoryRow], skips: Skips, *, is_edited: bool) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """The status line: the last row of the terminal, which does not scroll."""
 
 import os
+from collections.abc import Sequence
 
 _SAVE, _RESTORE = "\0337", "\0338"  # DECSC, DECRC: the cursor and its attributes
 _SMALLEST = 4  # rows; in a smaller terminal there is no status line
@@ -25,13 +26,15 @@ class Screen:
             return False
         return os.isatty(descriptor)
 
-    def show(self, text: str) -> None:
-        """Write the line, unless this process is in the background."""
+    def show(self, lines: Sequence[str]) -> None:
+        """Write the first line that fits, or as much of the last one, unless this process is in the
+        background."""
         if os.tcgetpgrp(self._descriptor) != os.getpgrp():
             return
         if not self._rows and not self._open():
             return
-        line = text[: self._columns - 1]
+        fits = (line for line in lines if len(line) < self._columns)
+        line = next(fits, lines[-1][: self._columns - 1])
         self._write(f"{_SAVE}\033[{self._rows};1H\033[0;7m{line}\033[0m\033[K{_RESTORE}")
 
     def resize(self) -> None:

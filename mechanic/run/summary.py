@@ -42,26 +42,44 @@ class Ending:
         return f"killed by {signal.Signals(-self.code).name}"
 
 
-def status_line(histories: Sequence[History]) -> str:
-    """The state of every optimizer in one line; empty before the first step."""
+def status_lines(histories: Sequence[History]) -> list[str]:
+    """The state of every optimizer in one line, at length and ever shorter; none before the first
+    step."""
     running = [one for one in histories if one.latest and one.status != "left"]
     if not running:
-        return ""
-    is_alone = len(running) == 1
-    return "mechanic  " + "  |  ".join(_status(one, in_full=is_alone) for one in running)
+        return []
+    steps = {one.latest.step for one in running if one.latest}
+    same = f"  step {steps.pop():,}" if len(steps) == 1 else ""
+    several = "  |  ".join(map(_status, running))
+    brief = "  |  ".join(f"{one.label}  lr {_rates(one)}" for one in running)
+    briefest = " | ".join(f"{one.label} {_rates(one, digits=0)}" for one in running)
+    lines = [f"mechanic  {several}", f"mechanic{same}  |  {brief}", brief, briefest]
+    if len(running) == 1:
+        (history,) = running
+        lines.insert(0, f"mechanic  {_status(history, between=_speed(history))}")
+    return lines
 
 
-def _status(history: History, *, in_full: bool) -> str:
+def _status(history: History, between: str = "") -> str:
+    step = history.latest.step if history.latest else 0
+    return f"{history.label}  step {step:,}{between}  lr {_rates(history)}"
+
+
+def _speed(history: History) -> str:
     latest = history.latest
     assert latest is not None
     recent = next((row for row in history.rows if row.time >= latest.time - _RECENT), latest)
     seconds = latest.time - recent.time
     speed = f"{(latest.step - recent.step) / seconds:.3g}/s" if seconds > 0 else "-/s"
     scale = "" if latest.scale != latest.scale else f"  scale {latest.scale:.2e}"
-    low, high = min(latest.effective_lr), max(latest.effective_lr)
-    lr = f"{low:.2e}" if low == high else f"{low:.2e} to {high:.2e}"
-    between = f"  {speed}{scale}" if in_full else ""  # several have to fit into one line
-    return f"{history.label}  step {latest.step:,}{between}  lr {lr}"
+    return f"  {speed}{scale}"
+
+
+def _rates(history: History, digits: int = 2) -> str:
+    """The lr in force, from the smallest to the largest of the groups."""
+    rates = history.latest.effective_lr if history.latest else ()
+    low, high = f"{min(rates):.{digits}e}", f"{max(rates):.{digits}e}"
+    return low if low == high else f"{low} to {high}"
 
 
 def as_text(

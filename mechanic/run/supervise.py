@@ -20,7 +20,7 @@ from mechanic.run.screen import Screen
 from mechanic.run.settings import VARIABLE, is_first_rank
 from mechanic.run.signals import Signals, die_by, open_signals
 from mechanic.run.spool import Spool
-from mechanic.run.summary import Ending, as_json, as_text, status_line
+from mechanic.run.summary import Ending, as_json, as_text, status_lines
 
 _INJECT = str(Path(__file__).with_name("inject"))
 _PREFIX = "mechanic-run-"
@@ -161,8 +161,8 @@ class Supervisor:
         for history, events, rows in self._spool.poll():
             if self._log:
                 self._log.add(history, events, rows)
-        if self._screen and (text := status_line(self._spool.histories)):
-            self._screen.show(text)
+        if self._screen and (lines := status_lines(self._spool.histories)):
+            self._screen.show(lines)
 
     def _resize(self) -> None:
         if self._screen:

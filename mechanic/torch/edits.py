@@ -50,6 +50,8 @@ class _Watch:
         """All steps before this one are looked at"""
         self.found = 0
         """The edits that were found since that began"""
+        self.has_found = False
+        """Whether one was ever found"""
         self.sample: Tensor | None = None
         """Some weights after the last step, if they are to be looked at before the next"""
         self.answer: Any = None
@@ -132,6 +134,12 @@ def are_followed(mechanism: Mechanism) -> bool:
     return watch is not None and watch.copies is not None
 
 
+def were_found(mechanism: Mechanism) -> bool:
+    """Whether an edit was ever found, where looks could be taken."""
+    watch = _watches.get(mechanism)
+    return watch is not None and watch.has_found and not watch.is_over
+
+
 def _can_look(call: Call) -> bool:
     """Whether numbers can be read. A base with modes moves the weights between steps by itself."""
     home = call.mechanism.home
@@ -191,6 +199,7 @@ def _look(call: Call, watch: _Watch) -> None:
     is_other = _are_other(now, sample).any() & (call.mechanism.counts.read().steps == watch.at)
     if _is_so(watch, is_other):
         watch.found, watch.until = watch.found + 1, watch.steps + _ATTENTION
+        watch.has_found = True
     watch.is_over = watch.others is not None and watch.others.have_stepped
     is_followed = not watch.is_over and watch.found >= _ENOUGH
     if watch.is_over or is_followed:

@@ -1,26 +1,22 @@
 """The handle on a mechanized optimizer's tuner."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic import causes
-from mechanic.options import Options
 from mechanic.suggestion import suggest
-from mechanic.torch import edits
 from mechanic.torch.attach import INNER, is_mechanized
 from mechanic.torch.call import Call, unhooked
 from mechanic.torch.detach import detach
-from mechanic.torch.mechanism import MECHANISM, Mechanism
+from mechanic.torch.diagnosis import hints, wrong
+from mechanic.torch.mechanism import MECHANISM
 from mechanic.torch.observation import observe
 from mechanic.torch.rates import EFFECTIVE_LR, effective_lrs
-from mechanic.torch.scalars import Numbers
 from mechanic.torch.scopes import Part, parts_of
 from mechanic.torch.sharding import agree
-from mechanic.tuner import DefaultState, Sums, had_signal, start
 
 T = TypeVar("T")
 
@@ -359,11 +355,11 @@ class Tuner:
             the scale hit its cap of 0.5, and is there now. The cap held the lr back: raise ...
         """
         parts, lines = self._parts, []
-        for name, _, mechanism in parts:
+        for name, part, mechanism in parts:
             healthy = f"healthy: nothing looks wrong, and the scale is {mechanism.scale:.3g}"
             begin = "" if len(parts) == 1 else f"{name}: "
-            said = list(_causes(mechanism)) or [healthy]
-            said += [causes.EDITED] if edits.are_followed(mechanism) else []
+            said = list(wrong(part, mechanism)) or [healthy]
+            said += hints(mechanism)
             lines += [begin + line for line in said]
         return "\n".join(lines)
 
@@ -394,48 +390,6 @@ class Tuner:
             lambda part: [float(part.mechanism.scale) or 1.0] * len(part.optimizer.param_groups)
         )
         return detach(self._optimizer, self._parts, scales)
-
-
-def _causes(mechanism: Mechanism) -> Iterator[str]:
-    """What looks wrong, from what a tuner knows."""
-    steps, updates, skipped, in_a_row = mechanism.counts.packed.tolist()
-    skips = causes.Skips(steps + skipped, skipped, in_a_row)
-    is_skipped = skipped and not skips.are_rare
-    numbers, options = mechanism.scalars.read(), mechanism.options
-    state, scale = numbers.state, float(numbers.scale)
-    if is_skipped:
-        yield causes.of_skips(skips)
-    if not updates:
-        if not skips.steps:
-            yield causes.NO_STEP
-        elif steps:
-            yield causes.ZERO_LR
-    elif updates > 1 and not (had_signal(state) or numbers.signal):
-        yield causes.ZERO_GRADIENT
-    elif skips.are_few_left and not is_skipped:
-        yield causes.too_few(steps)
-    elif skips.are_few_left or mechanism.frozen:
-        return  # there is nothing to say about the scale
-    elif causes.is_at_cap(scale, options.max_scale):
-        yield causes.of_cap(options.max_scale, ", and is there now")
-    elif said := _of_growth(options, numbers):
-        yield said
-
-
-def _of_growth(options: Options, numbers: Numbers) -> str:
-    """What is wrong with how far the scale is from its start, if anything."""
-    zero = torch.zeros_like(numbers.scale)
-    sums = Sums(*(zero,) * len(Sums._fields))
-    sums = sums._replace(x1=numbers.reference_square, d=numbers.size)
-    first, _ = start(options, numbers.state, sums)
-    growth = float(numbers.scale) / (float(first) or 1.0)
-    is_ramp = isinstance(numbers.state, DefaultState) and not numbers.state.hesitation
-    return causes.of_growth(
-        growth,
-        is_relative=options.s_init == "relative",
-        is_ramp=is_ramp,
-        has_signal=bool(numbers.signal),
-    )
 
 
 def _at_one_place(tensors: list[Tensor]) -> list[Tensor]:
