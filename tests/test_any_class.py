@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import threading
+import weakref
 from typing import Any, ClassVar, Generic, TypeVar
 from unittest import mock
 
@@ -394,3 +395,19 @@ def test_a_class_refuses_what_an_instance_does() -> None:
     made = mechanize(torch.optim.LBFGS, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="changes the gradients in place"):
         made([torch.nn.Parameter(torch.ones(3))])
+
+
+def test_a_class_that_is_gone_is_kept_by_nothing():
+    """Those made in a loop, as by a study of settings, would add up."""
+    kept = []
+    for _ in range(30):
+        base = type("Own", (SGD,), {})
+        weights = nn.Parameter(torch.ones(3))
+        optimizer = mechanize(base([weights], lr=1.0))
+        for _ in range(3):
+            weights.grad = torch.ones(3)
+            optimizer.step()
+        kept.append(weakref.ref(type(optimizer)))
+    del base, optimizer
+    gc.collect()
+    assert sum(one() is not None for one in kept) == 0

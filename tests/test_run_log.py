@@ -443,9 +443,22 @@ def test_a_damaged_history_is_told(done, tmp_path: Path) -> None:
 
 
 def test_many_groups_in_one_plot(tmp_path: Path) -> None:
-    """Twelve curves have names; the figure is not made of its legend."""
+    """Their range is drawn; the figure is not made of its legend."""
     curves = plot.Curves("AdamW")
     for step in range(1, 50):
-        curves.add(step, 0.1 * step, [step * (group + 1) for group in range(100)])
+        curves.add(step, 0.1 * step, [step * (group + 1) for group in range(99)] + [None])
+    low, high = plot._range(curves.groups())
+    assert low == list(range(1, 50))
+    assert high == [99 * step for step in range(1, 50)]
     plot.draw([curves], tmp_path / "many.png")
+    assert imread(tmp_path / "many.png").shape[:2] == (960, 1200)
+
+
+def test_many_optimizers_in_one_plot(tmp_path: Path) -> None:
+    """Twelve have names."""
+    many = [plot.Curves(f"SGD {i}") for i in range(40)]
+    for curves in many:
+        for step in range(1, 20):
+            curves.add(step, 0.1 * step, [0.1 * step])
+    plot.draw(many, tmp_path / "many.png")
     assert imread(tmp_path / "many.png").shape[:2] == (960, 1200)

@@ -9,6 +9,7 @@ from mechanic.run.log import read
 from mechanic.run.spool import History
 
 _NAMED = 12  # so many curves have a name in the legend
+_STYLES = ("-", "--", ":", "-.")  # of the groups; where there are more, the range of all is drawn
 
 
 @dataclass
@@ -81,6 +82,13 @@ def load_all(folders: Sequence[Path]) -> list[Curves]:
     ]
 
 
+def _range(groups: list[list[float]]) -> tuple[list[float], list[float]]:
+    """The lowest and the highest lr at each step; NaN where there is none."""
+    seen = [[rate for rate in rates if not math.isnan(rate)] for rates in zip(*groups, strict=True)]
+    ends = [(min(rates), max(rates)) if rates else (math.nan, math.nan) for rates in seen]
+    return [low for low, _ in ends], [high for _, high in ends]
+
+
 def draw(curves: Sequence[Curves], path: Path) -> None:
     """Draw the scale, below it the lr in force, and save the figure."""
     import matplotlib.pyplot as plt
@@ -95,9 +103,15 @@ def draw(curves: Sequence[Curves], path: Path) -> None:
         for one, color in zip(curves, colors, strict=True):
             if has_scale:
                 axes[0, 0].plot(one.steps, one.scale, color=color, label=one.label)
-            for i, rates in enumerate(one.groups()):
-                style = ("-", "--", ":", "-.")[i % 4]
-                label = one.label if len(one.groups()) == 1 else f"{one.label}, group {i}"
+            groups = one.groups()
+            if len(groups) > len(_STYLES):
+                low, high = _range(groups)
+                label = f"{one.label}, lowest to highest of {len(groups)} groups"
+                axes[-1, 0].fill_between(one.steps, low, high, color=color, alpha=0.3, label=label)
+                axes[-1, 0].plot(one.steps, low, one.steps, high, color=color, linewidth=0.8)
+                continue
+            for i, (rates, style) in enumerate(zip(groups, _STYLES, strict=False)):
+                label = one.label if len(groups) == 1 else f"{one.label}, group {i}"
                 axes[-1, 0].plot(one.steps, rates, style, color=color, label=label)
         if has_scale:
             axes[0, 0].set_ylabel("learned scale")

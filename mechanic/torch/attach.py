@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch.optim import LBFGS, Optimizer
 
@@ -324,15 +324,17 @@ def _reduce(cls: Any) -> str | tuple[Callable[..., type], tuple[type, Options]]:
 copyreg.pickle(MechanizedType, _reduce)  # type: ignore[arg-type]
 
 
-_classes: dict[tuple[type[Optimizer], Options, Any], type[Any]] = {}
+_classes: WeakValueDictionary[tuple[type[Optimizer], Options, Any], type[Any]]
+_classes = WeakValueDictionary()
 
 
 def mechanized_class(base: type[O], options: Options, process_group: Any = None) -> type[O]:
     """The subclass of `base` whose instances are mechanized; one for each triple."""
     key = (base, options, process_group)
-    if key not in _classes:
-        _classes[key] = _make_class(*key)
-    return _classes[key]
+    made = _classes.get(key)
+    if made is None:
+        made = _classes[key] = _make_class(*key)
+    return made
 
 
 def _make_mode(base: type[Optimizer], mode: str) -> Callable[[Any], Any]:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -58,12 +59,18 @@ def steps_in_place(call: Call) -> bool:
     )
 
 
-@functools.cache
+_of_a_kind: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def _is_one_of_a_kind(cls: type) -> bool:
     """Whether a base cannot have a twin: it has attributes in slots, or frees something when it is
     deleted, which the twin would free as well."""
-    slots = [name for base in cls.__mro__ for name in (getattr(base, "__slots__", None) or ())]
-    return hasattr(cls, "__del__") or bool(set(slots) - {"__dict__", "__weakref__"})
+    found = _of_a_kind.get(cls)
+    if found is None:
+        slots = [name for base in cls.__mro__ for name in (getattr(base, "__slots__", None) or ())]
+        found = hasattr(cls, "__del__") or bool(set(slots) - {"__dict__", "__weakref__"})
+        _of_a_kind[cls] = found
+    return found
 
 
 def _params_of(optimizer: Any) -> list[Tensor]:
