@@ -11,12 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mechanic import cli
+from mechanic.bench import run
 from mechanic.run import plot, supervise
 from mechanic.run.request import RunRequest
 
 RUN = (
     *("--only", "--skip", "--dry-run", "--freeze-after", "--log", "--plot", "--quiet", "--nproc"),
     *("--preset", "--s-init", "--s-decay", "--betas", "--max-scale", "--no-skip-nonfinite", "-m"),
+    "--scope",
+)
+BENCH = (
+    *("convex", "vision", "all", "--tasks", "--methods", "--seeds", "--budget", "--typed"),
+    *("--data", "--device", "--storage", "--jobs", "--retry-failed", "--corpus", "--list"),
 )
 PLOT, REPORT = ("-o", "--output"), ("--storage", "--output", "--title")
 
@@ -78,6 +84,7 @@ def no_work() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervise, "main", _accept)
         patch.setattr(plot, "draw", lambda curves, path: None)
+        patch.setattr(run, "main", lambda request: 0)
         yield
 
 
@@ -144,6 +151,23 @@ def test_report(folder: Path, words: list[str]) -> None:
     check(folder, "report", *words)
 
 
+@given(words=arguments("-h"))
+@by_day
+def test_doctor(folder: Path, words: list[str]) -> None:
+    """1 is its word for a run that is not healthy."""
+    for command in (["doctor", *words], ["doctor", "log", *words]):
+        code, error = typed(folder, *command)
+        assert code in (0, 1, 2), error
+        assert (error.count("\n") == 1) == (code == 2), error
+
+
+@given(words=arguments(*BENCH))
+@by_day
+def test_bench(folder: Path, words: list[str]) -> None:
+    check(folder, "bench", *words)
+    check(folder, "bench", "convex", *words)
+
+
 @given(words=arguments("run", "plot", "report", "--version", "--help", *RUN))
 @by_day
 def test_anything_at_all(folder: Path, words: list[str]) -> None:
@@ -163,7 +187,7 @@ def test_what_is_right_is_accepted(folder: Path) -> None:
     assert (second.only, second.freeze_after) == (("A", "B"), 7)
 
 
-@pytest.mark.parametrize("command", ["run", "plot"])
+@pytest.mark.parametrize("command", ["run", "plot", "doctor"])
 def test_a_name_with_a_line_break_is_told_in_one_line(folder: Path, command: str) -> None:
     check(folder, command, "two\nlines")
 

@@ -19,7 +19,7 @@ from running import MECHANIC, Logged, call, environment, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mechanic.cli import main
-from mechanic.run import advice, plot
+from mechanic.run import advice, doctor, plot
 from mechanic.run.log import Log
 from mechanic.run.rows import HistoryRow
 from mechanic.run.spool import History
@@ -406,11 +406,14 @@ def test_a_damaged_history_is_drawn_without_what_is_damaged(done, seed: int, cou
     data = bytearray((done[0] / "runs" / "x" / "history.jsonl").read_bytes())
     for _ in range(count):
         place = draw.randrange(len(data))
-        how = draw.choice(["flip", "cut", "double"])
+        how = draw.choice(["flip", "cut", "double", "digit"])
         if how == "flip":
             data[place] ^= 1 << draw.randrange(8)
         elif how == "cut":
             del data[place : place + draw.randrange(1, 200)]
+        elif how == "digit":
+            digits = [i for i, byte in enumerate(data) if 48 <= byte < 58]
+            data[draw.choice(digits)] = draw.randrange(48, 58)
         else:
             data[place:place] = data[place : place + draw.randrange(1, 50)]
     with tempfile.TemporaryDirectory() as folder:
@@ -422,6 +425,10 @@ def test_a_damaged_history_is_drawn_without_what_is_damaged(done, seed: int, cou
         for one in curves:
             assert len(one.steps) == len(one.scale) == len(one.rates)
             one.groups()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for history in doctor.load(Path(folder)):
+                doctor.diagnose([history])
 
 
 def test_a_step_number_that_is_damaged_ends_no_command(done, tmp_path: Path) -> None:
