@@ -284,30 +284,44 @@ def test_what_mechanize_refuses_stays_plain_and_is_told(tmp_path: Path) -> None:
     assert "was replaced on the instance" in " ".join(run.stderr.split())
 
 
-@pytest.mark.nightly
 def test_any_error_of_mechanize_leaves_the_script_plain_and_is_told(tmp_path: Path) -> None:
     """Also one that nobody has foreseen."""
     write(
         tmp_path,
         """
         class Strange(torch.optim.SGD):
+            error = TypeError("no attributes of others here")
             def __setattr__(self, name, value):
                 if name == "_mechanic":
-                    raise TypeError("no attributes of others here")
+                    raise self.error
                 super().__setattr__(name, value)
 
-        model = make_model()
-        optimizer = Strange(model.parameters(), 0.01)
-        print(type(optimizer) is Strange)
-        train(model, optimizer)
+        class Ends(Strange):
+            error = SystemExit(7)
+
+        class Lacks(Strange):
+            error = KeyError("own")
+
+        for kind in (Strange, Ends, Lacks):
+            model = make_model()
+            optimizer = kind(model.parameters(), 0.01)
+            print(type(optimizer) is kind)
+            train(model, optimizer)
         """,
     )
 
     run = call(tmp_path, "train.py")
 
-    assert run.stdout == "True\n"
-    assert "Strange: not tuned, 30 steps" in run.stderr
-    assert "TypeError: no attributes of others here" in " ".join(run.stderr.split())
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "True\n" * 3
+    said = " ".join(run.stderr.split())
+    for name, reason in (
+        ("Strange", "TypeError: no attributes of others here"),
+        ("Ends", "SystemExit: 7"),
+        ("Lacks", "KeyError: 'own'"),
+    ):
+        assert f"{name}: not tuned, 30 steps" in said
+        assert reason in said
 
 
 @pytest.mark.nightly
