@@ -52,7 +52,8 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         best = "–" if math.isnan(self.best) else f"{self.best:.4f}"
         numbers = ("–" if math.isnan(e) else f"{min(e, 999):+.0f} %" for e in self.excesses)
-        return f"| {' | '.join((self.name, self.verdict, best, *numbers, self.why))} |"
+        shown = (number.replace("-", "−") for number in numbers)
+        return f"| {' | '.join((self.name, self.verdict, best, *shown, self.why))} |"
 
 
 class Task:
@@ -254,12 +255,17 @@ def measure(name: str, why: str, steps: int = STEPS) -> Row:
     return Row(name, verdict, best, excesses, "" if verdict == "tuned" else why)
 
 
+def as_number(text: str) -> float:
+    """A number of percent, as the table shows it."""
+    return float(text.removesuffix("%").replace("−", "-"))
+
+
 def rows_of(page: str) -> Iterator[Row]:
     """The rows of the table of a page."""
     table = page.split(HEAD)[1].split("\n\n")[0] if HEAD in page else ""
     for line in table.splitlines()[2:]:
         name, verdict, best, *numbers, why = (cell.strip() for cell in line.split("|")[1:-1])
-        values = (math.nan if n == "–" else float(n.removesuffix("%")) for n in numbers)
+        values = (math.nan if n == "–" else as_number(n) for n in numbers)
         yield Row(name, verdict, math.nan if best == "–" else float(best), tuple(values), why)
 
 
