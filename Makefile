@@ -21,9 +21,12 @@ test: check
 	$(BIN)/python $(PYTEST) --doctest-modules
 
 # The site, built strictly, and what of the docs, examples, notebooks and wheel takes minutes to test.
+# Of the examples for `mechanic run` each runs; `make test-all` also compares them with sweeps.
 test-docs: docs .venv/dev.stamp
-	$(BIN)/python $(PYTEST) -m "nightly" tests/test_docs_code.py tests/test_docs_notebooks.py \
-		tests/test_docs_site.py tests/test_examples.py tests/test_release.py
+	$(BIN)/python $(PYTEST) -m "nightly" tests/test_release.py tests/test_docs_code.py \
+		tests/test_docs_commands.py tests/test_docs_notebooks.py tests/test_docs_site.py \
+		tests/test_examples.py tests/test_integrations_docs.py \
+		tests/test_run_examples.py::test_runs_unmodified_and_is_tuned
 
 # The tests that take minutes as well, those of all trainers and loggers, and the oldest torch.
 test-all: check .venv/integrations.stamp
@@ -57,7 +60,7 @@ docs: .venv/docs.stamp
 figures: .venv/demo.stamp
 	$(BIN)/python docs/figures.py
 
-# Wheel and sdist, in dist/, and the wheel in an empty environment for each extra.
+# Wheel and sdist, in dist/, and the wheel in a clean environment for each extra for users but timm.
 release-check: .venv/dev.stamp
 	$(BIN)/python tests/release.py "$(TORCH)"
 

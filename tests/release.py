@@ -1,14 +1,14 @@
-"""Builds the wheel and the sdist, and installs the wheel into an empty environment for each extra,
-and the sdist into one without extras.
+"""Builds the wheel and the sdist, and installs the wheel into a clean environment for each extra,
+and the sdist into one for each extra of `FROM_SDIST`. The wheel is built from the sdist.
 
-    make release-check                               # all, up to half an hour on two busy cores
-    python tests/release.py torch==2.13.0 optax      # these alone
-    python tests/release.py torch==2.13.0 --in-turn  # one environment for all
+    make release-check                             # all
+    python tests/release.py torch==2.13.0 optax    # these alone
 
-In each environment a few lines use what the extra is for. torch is installed first, by its exact
-version, so that nothing else chooses another build of it. The extra `timm` is not tried: it brings
-a torchvision, whose build has to be that of torch. Nor are test, docs and dev, which are for a
-checkout.
+In each environment a few lines use what the extra is for. An environment is empty, or holds a torch
+of an exact version and what it needs, so that nothing else chooses another build of it.
+
+The extra `timm` is not tried: it brings a torchvision, whose build has to be that of torch, and for
+this torch without CUDA there is none here. Nor are test, docs and dev, which are for a clone.
 """
 
 import os
@@ -68,6 +68,7 @@ USES = {
     "integrations": (TRAINERS, ["mechanic", "--version"]),
 }
 WITHOUT_TORCH = ("", "optax")
+FROM_SDIST = ("", "torch", "optax")
 # Seconds of processor time, the best of five: the command line imports nothing large. By the clock
 # it takes as much longer as the machine is busy.
 LONGEST_HELP = 0.3
@@ -88,14 +89,25 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def try_extras(extras: Sequence[str], archive: Path, torch: str) -> None:
-    """Install extras into one environment, one after the other."""
+def try_extras(extras: Sequence[str], archives: Sequence[Path], torch: str) -> None:
+    """Install each extra into an environment of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
+        empty, with_torch, used = (Path(folder) / name for name in ("empty", "torch", "used"))
+        venv.create(empty, with_pip=True)
         if not set(extras) <= set(WITHOUT_TORCH):
-            subprocess.run([Path(folder) / "bin" / "python", *PIP, torch], check=True)
+            copy(empty, with_torch)
+            subprocess.run([with_torch / "bin" / "python", *PIP, torch], check=True)
         for extra in extras:
-            add(extra, archive, Path(folder))
+            for archive in archives if extra in FROM_SDIST else archives[:1]:
+                copy(empty if extra in WITHOUT_TORCH else with_torch, used)
+                add(extra, archive, used)
+                shutil.rmtree(used)
+
+
+def copy(environment: Path, to: Path) -> None:
+    """Copy an environment in a second: pip replaces files and never writes into them, so that
+    links will do. Of the programs in it, Python alone is used."""
+    shutil.copytree(environment, to, symlinks=True, copy_function=os.link)
 
 
 def add(extra: str, archive: Path, folder: Path) -> None:
@@ -106,7 +118,6 @@ def add(extra: str, archive: Path, folder: Path) -> None:
     code, (command, *words) = USES[extra]
     (folder / "train.py").write_text(TORCH, "utf-8")
     subprocess.run([commands / "python", "-c", code], cwd=folder, check=True)
-    shutil.rmtree(folder / "log", ignore_errors=True)
     took = min(duration(folder, commands / command, *words) for _ in range(1 if extra else 5))
     print(
         f"{archive.name}[{extra}]: {command} {' '.join(words[:2])} took {took:.2f} s of CPU",
@@ -126,14 +137,7 @@ def duration(folder: Path, *command: Path | str) -> float:
 
 def main() -> None:
     torch, *extras = sys.argv[1:]
-    wheel, sdist = build()
-    if extras == ["--in-turn"]:
-        try_extras([extra for extra in USES if extra not in WITHOUT_TORCH], wheel, torch)
-        return
-    for extra in extras or USES:
-        try_extras([extra], wheel, torch)
-        if not extra:
-            try_extras([extra], sdist, torch)
+    try_extras(extras or list(USES), build(), torch)
 
 
 if __name__ == "__main__":

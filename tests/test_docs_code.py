@@ -7,6 +7,7 @@ The commands of all pages are in test_docs_commands.py.
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import mechanic_pytorch
 import pytest
+import report
 import torch
 from pages import (
     ROOT,
@@ -177,16 +179,6 @@ def test_migration_is_the_line_that_it_says():
     assert isinstance(ours, torch.optim.SGD)
 
 
-REPORT = "benchmarks/results/report.md"
-COLUMNS = ("mechanic", "prodigy", "dadaptation", "schedulefree-adamw", "mechanic-pytorch")
-ROWS = {  # of the README, and of the report
-    "ResNet-18 on CIFAR-10, SGD": ("resnet18-cifar10", "sgd"),
-    "GPT on novels, AdamW": ("gpt-novels", "adamw"),
-    "BERT on novels, AdamW": ("bert-novels", "adamw"),
-    "MiniLM fine-tuned on SST-2, AdamW": ("minilm-sst2", "adamw"),
-}
-
-
 def table(text: str, first: str) -> dict[str, dict[str, str]]:
     """The table of a page whose head begins with a word, by its first column."""
     lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
@@ -194,28 +186,18 @@ def table(text: str, first: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
 
 
-def test_the_results_of_the_readme_are_those_of_the_report():
-    report = page(REPORT).replace("\u00a0", " ")
-    lines = table(sections("README.md")["How good is it?"], "task")
-    shown = {
-        name: [cell.strip("*") for cell in list(row.values())[1:]] for name, row in lines.items()
-    }
-    every = [line.split("|") for line in report.splitlines() if line.startswith("|")]
-    head = next([cell.strip() for cell in cells] for cells in every if cells[1].strip() == "suite")
-    for name, (task, base) in ROWS.items():
-        (row,) = [
-            c for c in every if len(c) == len(head) and [x.strip() for x in c[2:4]] == [task, base]
-        ]
-        found = [row[head.index(column)].strip() for column in COLUMNS]
-        found = [cell.removeprefix("≈ ").replace("above start", "3 lost") for cell in found]
-        assert shown[name] == found
-    beside = table(report.split("## Beside the other methods")[1], "method")
-    convex = [f"{beside[name]['convex']} %" for name in COLUMNS]
-    assert shown["12 logistic regressions, three optimizers"] == convex
-    assert shown["lost runs, all tasks of the comparison"] == [
-        beside[n]["lost runs"] for n in COLUMNS
-    ]
-    assert len(shown) == len(ROWS) + 2
+def test_the_results_of_the_readme_are_what_their_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report.py", "--readme"])
+    report.main()
+    printed = table(capsys.readouterr().out.replace("\u00a0", " "), "task")
+    assert len(printed) == 6
+    assert table(sections("README.md")["How good is it?"], "task") == printed
+
+
+def test_the_report_is_what_its_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report.py"])
+    report.main()
+    assert capsys.readouterr().out == page("benchmarks/results/report.md")
 
 
 # --------------------------------------------------------------------------- other pages

@@ -204,11 +204,12 @@ def parse_script(words: Sequence[str]) -> None:
         parse_options(*given)  # type: ignore[call-overload]
         raise Parsed
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
         patch.setattr(sys, "argv", [script, *options])
         patch.syspath_prepend(str((ROOT / script).parent))
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        with pytest.raises(Parsed):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 # --------------------------------------------------------------------------- run

@@ -25,9 +25,12 @@ def test_notebook_is_small_and_ends_with_a_check(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of Jupyter
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs(name: str, tmp_path: Path) -> None:
+def test_notebook_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_native_cache: None
+) -> None:
     from nbclient import NotebookClient
 
+    monkeypatch.delenv("MECHANIC_NATIVE", raising=False)  # a reader's steps are compiled
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     before = [cell.source for cell in notebook.cells]
     for cell in notebook.cells:

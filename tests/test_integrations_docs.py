@@ -12,7 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from mechanic.integrations import metrics
 from mechanic.torch import mechanize, tuner
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.nightly,
+    pytest.mark.usefixtures("compiled_steps"),  # which a reader has, too
+]
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text("utf-8")
 GENERATOR = torch.Generator().manual_seed(0)
