@@ -385,6 +385,7 @@ def test_a_click_on_a_method_hides_it_everywhere(page: Page) -> None:
     assert visible("#task-0-2") == {True}  # out of view at the click
 
 
+@pytest.mark.nightly
 def test_the_page_fits_the_screen(page: Page) -> None:
     for width in (1400, 800, 390):
         check_fit(page, width)

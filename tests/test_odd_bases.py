@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
@@ -269,8 +270,14 @@ def late(base: type[Optimizer], *, in_place: bool) -> type[Optimizer]:
 KNOWN_PARAMS: set[Parameter] = set()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("base", [AdamW, RMSprop, NAdam, Adamax, Adadelta])
+@pytest.mark.parametrize(
+    ("base", "in_place"),
+    [
+        case(base, in_place, name=f"{base.__name__}-{in_place}", by_day=base is AdamW)
+        for base in (AdamW, RMSprop, NAdam, Adamax, Adadelta)
+        for in_place in (False, True)
+    ],
+)
 def test_a_base_that_makes_its_state_late(base, in_place):
     params = [Parameter(torch.zeros(10) + torch.arange(10) / 10) for _ in range(2)]
     KNOWN_PARAMS.clear()

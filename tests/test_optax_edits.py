@@ -109,6 +109,7 @@ def test_the_parameters_lie_on_their_displacement():
     assert max(scales) > 3 * min(scales)
 
 
+@pytest.mark.nightly
 def test_several_scales_and_a_model_that_can_be_called():
     model = eqx.nn.MLP(3, 1, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)

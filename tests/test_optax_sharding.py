@@ -112,6 +112,7 @@ def assert_one_small_all_reduce(hlo, along=1):
         assert all(count <= 4 * 3 for _, count in own)  # four arrays, three sums of each
 
 
+@pytest.mark.nightly
 def test_a_mesh_that_is_made_by_default():
     """Its axes are explicit, and no context names it."""
     script = """
