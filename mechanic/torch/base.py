@@ -17,7 +17,7 @@ from mechanic.torch.flag import Flag
 from mechanic.torch.mechanism import CHECKS
 from mechanic.torch.rates import Rate, at_base_rates, is_proportional, step_name
 from mechanic.torch.twin import Twin, has_none, holds
-from mechanic.torch.vectors import Batch
+from mechanic.torch.vectors import DISPLACEMENT, Batch
 
 _SHARED = ("param_groups", "state", "defaults", "_mechanic")
 
@@ -187,7 +187,8 @@ def _hiding_displacements(optimizer: Any, batches: list[Batch]) -> Iterator[None
         yield
     finally:
         for owner, state in hidden.items():
-            optimizer.state[owner] = {**state, **optimizer.state.get(owner, {})}
+            own = optimizer.state.setdefault(owner, state)
+            own.setdefault(DISPLACEMENT, state[DISPLACEMENT])
 
 
 def _run_in_place(

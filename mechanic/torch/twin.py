@@ -36,6 +36,7 @@ class Twin:
         self.optimizer: Any = object.__new__(base)
         """What the base steps"""
         self._states: list[Any] = []
+        self._shown: list[Any] = []  # those of `_states` that the base finds
         self._state: Any = None
         self._given: list[dict[str, Any]] = []
 
@@ -58,6 +59,7 @@ class Twin:
                 if state is not None and not has_none(state):
                     self._state[own] = state
             self._states = list(optimizer.state.values())
+            self._shown = list(self._state.values())
         twin.state = self._state
         self._given = [dict(vars(twin)), *map(dict, twin.param_groups)]
         for param, own in stand_ins.items():
@@ -72,12 +74,12 @@ class Twin:
         groups = zip(optimizer.param_groups, twin.param_groups, self._given[1:], strict=True)
         for group, own, given in groups:
             apply_changes(group, own, given, {"params", "lr"})
-        if twin.state is not self._state or not _are_same(twin.state, self._states):
+        if twin.state is not self._state or not _are_same(twin.state, self._shown):
             params = {own: param for param, own in self.stand_ins.items()}
             state = {params.get(key, key): value for key, value in twin.state.items()}
             for param in self.stand_ins:
                 if has_none(had := optimizer.state.get(param)):
-                    state[param] = {**had, **state.get(param, {})}
+                    state.setdefault(param, had).setdefault(DISPLACEMENT, had[DISPLACEMENT])
             optimizer.state.update(state)
             for key in optimizer.state.keys() - state.keys():
                 del optimizer.state[key]
