@@ -147,14 +147,14 @@ def _warnings_without_scale(history: History, skips: Skips) -> Iterable[str]:
 def _warnings(
     history: History, rows: Sequence[HistoryRow], skips: Skips, failure: str
 ) -> Iterable[str]:
-    exploded = _explosion(history, rows)
-    if exploded and failure:
-        yield exploded  # skipped steps, if any, follow from it
+    has_exploded = failure != "" and failure == _explosion(history, rows)
+    if has_exploded:
+        yield failure  # skipped steps, if any, follow from it
     if skips.skipped and not skips.are_rare:
         yield causes.of_skips(skips)
     elif skips.are_few_left:
         yield causes.too_few(history.steps)
-    if skips.are_few_left or (exploded and failure):
+    if skips.are_few_left or has_exploded:
         return
     if failure:
         yield failure

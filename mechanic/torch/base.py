@@ -16,8 +16,8 @@ from mechanic.torch.copies import Copies, can_be_kept, moved, plain_copies, reco
 from mechanic.torch.flag import Flag
 from mechanic.torch.mechanism import CHECKS
 from mechanic.torch.rates import Rate, at_base_rates, is_proportional, step_name
-from mechanic.torch.twin import Twin, has_none, holds
-from mechanic.torch.vectors import DISPLACEMENT, Batch
+from mechanic.torch.twin import Twin, has_none, holds, show_again
+from mechanic.torch.vectors import Batch
 
 _SHARED = ("param_groups", "state", "defaults", "_mechanic")
 
@@ -179,16 +179,14 @@ def _points_found(
 def _hiding_displacements(optimizer: Any, batches: list[Batch]) -> Iterator[None]:
     """Let the base find no state for parameters that it has made none for (`twin.has_none`)."""
     owners = [] if is_traced() else [owner for batch in batches for owner in batch.owners]
-    hidden = {owner: optimizer.state[owner] for owner in owners if owner in optimizer.state}
-    hidden = {owner: state for owner, state in hidden.items() if has_none(state)}
+    hidden = {owner: had for owner in owners if has_none(had := optimizer.state.get(owner))}
     try:
         for owner in hidden:
             del optimizer.state[owner]
         yield
     finally:
-        for owner, state in hidden.items():
-            own = optimizer.state.setdefault(owner, state)
-            own.setdefault(DISPLACEMENT, state[DISPLACEMENT])
+        for owner, had in hidden.items():
+            show_again(optimizer.state, owner, had)
 
 
 def _run_in_place(

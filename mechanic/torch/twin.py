@@ -79,7 +79,7 @@ class Twin:
             state = {params.get(key, key): value for key, value in twin.state.items()}
             for param in self.stand_ins:
                 if has_none(had := optimizer.state.get(param)):
-                    state.setdefault(param, had).setdefault(DISPLACEMENT, had[DISPLACEMENT])
+                    show_again(state, param, had)
             optimizer.state.update(state)
             for key in optimizer.state.keys() - state.keys():
                 del optimizer.state[key]
@@ -109,6 +109,11 @@ def has_none(state: Any) -> bool:
     """Whether a base has made no state for a parameter yet, since it has skipped its first steps.
     It must not find the displacement there then: many ask whether they find anything."""
     return isinstance(state, dict) and state.keys() == {DISPLACEMENT}
+
+
+def show_again(state: Any, param: Tensor, had: dict[str, Any]) -> None:
+    """Put a displacement that was hidden beside what the base has made, if it has made anything."""
+    state.setdefault(param, had).setdefault(DISPLACEMENT, had[DISPLACEMENT])
 
 
 def apply_changes(
